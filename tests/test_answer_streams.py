@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.errors import QueueFull
 from jaxpage.outputs import RequestMetrics, RequestOutput
+from jaxpage.serving.dialects.dialect import GenerationPath
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
 from jaxpage.serving.http.answer_stream import AnswerStream, stream_of
 from jaxpage.serving.http.envelope import Envelope
@@ -35,7 +36,12 @@ from tests.support.wire import Scripted, context, deltas, output
 
 SECONDS = 5.0
 # /v1/generate does not stream.
-PATHS = [path for dialect in DIALECTS for path in dialect.exchanges if path != "/v1/generate"]
+PATHS = [
+    path
+    for dialect in DIALECTS
+    for path in dialect.paths_of(GenerationPath)
+    if path != "/v1/generate"
+]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/responses": {"input": "x"},
@@ -395,7 +401,7 @@ def generating(path: str, driver: Driver, open_seconds: float, body: dict[str, A
         async def open_exchange() -> Exchange:
             stream_of(scope).is_requested = dialect.is_for_stream(path, body)
             await asyncio.sleep(open_seconds)
-            driver.exchange = dialect.exchanges[path](body, context())
+            driver.exchange = dialect.paths_of(GenerationPath)[path].open(body, context())
             return driver.exchange
 
         await answers.answer(open_exchange, 0.0, scope, receive, send)

@@ -621,6 +621,11 @@ PLANTED = [
         "the door has 21 names; 20 are enough",
     ),
     (
+        "jaxpage/memory/inner/__init__.py",
+        "\n".join(f"from jaxpage.memory.c import lives{index}  # lives" for index in range(21)),
+        "the door has 21 names; 20 are enough",
+    ),
+    (
         "jaxpage/engine/engine.py",
         "from typing import TYPE_CHECKING\nfrom jaxpage.memory import D\n"
         "if TYPE_CHECKING:\n    import jaxpage.engine.other",
@@ -657,6 +662,14 @@ PLANTED = [
         + "class B(A):\n    kind: ClassVar[str]\n"
         + "".join(f"    b{index}: int\n" for index in range(10)),
         "B has 21 fields; 20 are enough",
+    ),
+    (
+        "jaxpage/models/a.py",
+        "class A:\n    make: ClassVar[Callable[..., int]] = staticmethod(len)\n    size: int\n"
+        + "".join(f"    a{index}: ClassVar[int]\n" for index in range(8))
+        + "class B(A):\n    make = staticmethod(sum)\n"
+        + "".join(f"    b{index} = 1\n" for index in range(8)),
+        "B has 16 class attributes; 15 are enough",
     ),
 ]
 

@@ -333,7 +333,7 @@ def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
             Multiply(down[0]),
             AddSum(),
         ]
-        return run_fusion(x, stages, 1e-3, 1.0)
+        return run_fusion(x, stages, 1e-3, 1.0)[-1]
 
     def parts(x: jax.Array, residual: jax.Array) -> jax.Array:
         attended = multiply_packed(x, output[0], dtype, None)
@@ -355,7 +355,7 @@ def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
     assert np.abs(fused - exact).max() <= rounded * np.abs(exact).max()
 
     def matmul(x: jax.Array) -> jax.Array:
-        return run_fusion(x, [Norm(scale), Multiply(gate_up[0])], 1e-3, 1.0)
+        return run_fusion(x, [Norm(scale), Multiply(gate_up[0])], 1e-3, 1.0)[-1]
 
     normed = rows.rms_norm(residual, scale, 1e-3, 1.0)
     together = multiply_packed(normed, gate_up[0], dtype, None)
@@ -390,8 +390,8 @@ def packed_linear(num_out: int, num_in: int, *, bias: bool = False) -> PackedLin
 
 @pytest.mark.parametrize(
     ("num_fusions", "change"),
-    [(2, {}), (1, {"bias": True}), (1, {"activation": "relu"})],
-    ids=["all in one call", "a bias", "an activation that no kernel has"],
+    [(2, {}), (2, {"residual_scale": 0.22}), (1, {"bias": True}), (1, {"activation": "relu"})],
+    ids=["all in one call", "a residual scale", "a bias", "an activation that no kernel has"],
 )
 def test_a_block_joins_what_a_kernel_computes_in_one_call(
     num_fusions: int, change: dict[str, Any]
@@ -406,7 +406,10 @@ def test_a_block_joins_what_a_kernel_computes_in_one_call(
     def attend(x: jax.Array, pages: Any, context: Any) -> Any:
         return output(into(x)), pages
 
-    block = Block(attention_norm=norm, attention=attend, mlp_norm=norm, mlp=half)
+    scale = change.get("residual_scale", 1.0)
+    block = Block(
+        attention_norm=norm, attention=attend, mlp_norm=norm, mlp=half, residual_scale=scale
+    )
 
     def run(x: jax.Array) -> jax.Array:
         return block(x, None, None)[0]  # type: ignore[arg-type]

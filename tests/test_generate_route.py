@@ -166,5 +166,5 @@ def test_what_it_does_not_do_is_refused(fields, param):
 
 
 def test_its_path_is_listed():
-    assert DIALECT.exchanges["/v1/generate"] is open_generate
+    assert DIALECT.paths["/v1/generate"].open is open_generate
     assert "/v1/generate" in openapi(context(), [DOCUMENT])["paths"]

@@ -402,6 +402,26 @@ def test_what_is_answered_is_no_line(open_server, caplog):
 # What the paths say
 
 
+def test_errors_quote_the_request_on_every_path(open_server):
+    """A part that looks like something of the machine is shown, for the client has said it."""
+    message = {"role": "user", "content": "x"}
+    for path, body in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [message]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [message]}),
+        ("/api/chat", {"messages": [message]}),
+        ("/api/show", {}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/v1/rerank", {"query": "x", "documents": ["x"]}),
+        ("/v1/score", {"prompt": "x", "continuation": "x"}),
+        ("/v1/score", {"text_1": "x", "text_2": "x"}),
+    ):
+        status, _, answer = ask(open_server, "POST", path, {**body, "model": "/home/x"})
+        assert status == 404 and b"/home/x" in answer, (path, answer)
+
+
 def test_small_answers(open_server):
     assert json.loads(ask(open_server, "GET", "/health")[2]) == {"status": "ok"}
     assert json.loads(ask(open_server, "GET", "/ready")[2]) == {"status": "ready"}

@@ -581,7 +581,7 @@ PLANTED_IN_MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "norm of the second half after the first": (
         "gpt-neox-parallel",
-        lambda: {"spec": {"parallel": False}},
+        lambda: {"spec": {"is_parallel": False}},
     ),
     "layers without positions turned": ("exaone4-windows", lambda: {"spec": {"rope_by_layer": ()}}),
     "positions turn as in other families": (

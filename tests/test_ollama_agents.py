@@ -19,7 +19,7 @@ from jaxpage.checkpoints.embedding_files import EmbeddingFiles
 from jaxpage.engine.texts import (
     TextEmbedding,
 )
-from jaxpage.serving.dialects.dialect import ListedModel
+from jaxpage.serving.dialects.dialect import ListedModel, ModelList, VersionPath
 from jaxpage.serving.dialects.ollama import DIALECT, open_ollama_chat, show_ollama
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
@@ -338,13 +338,13 @@ def test_clients_learn_what_a_model_can_do():
         "llama.context_length": 512,
     }
     listed = ListedModel("demo", card, 5.0, 512, context=known)
-    for model_list in DIALECT.lists.values():
+    for model_list in DIALECT.paths_of(ModelList).values():
         (entry,) = model_list.write([listed])["models"]
         assert entry["capabilities"] == shown.capabilities
         (entry,) = model_list.write([listed._replace(context=None)])["models"]
         assert "capabilities" not in entry
     assert (
-        ollama.ListResponse.model_validate(DIALECT.lists["/api/tags"].write([listed]))
+        ollama.ListResponse.model_validate(DIALECT.paths_of(ModelList)["/api/tags"].write([listed]))
         .models[0]
         .modified_at
         == shown.modified_at
@@ -384,5 +384,5 @@ def test_a_model_for_embeddings_says_so():
 
 def test_clients_that_ask_for_a_version_of_ollama_are_served():
     """VS Code demands 0.6.4 and Codex 0.13.4, for the paths that are here."""
-    (version,) = DIALECT.versions.values()
+    ((version,),) = DIALECT.paths_of(VersionPath).values()
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)

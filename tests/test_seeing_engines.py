@@ -399,9 +399,9 @@ def test_what_does_not_fit_is_refused(directories):
         with pytest.raises(UnsupportedError, match="takes no pictures, or limit_images is 0"):
             llm._engine.prepare(None, ids, PARAMS, embedded)
         assert "vision" not in llm._engine.parameters
-    few = {"max_num_batched_tokens": 12, "block_size": 4}
+    settings = {"max_num_batched_tokens": 12, "block_size": 4}
     with pytest.raises(ConfigError, match="fills up to 16 tokens that see each other both ways"):
-        make_llm(directories("gemma3"), **few)
+        make_llm(directories("gemma3"), **settings)
 
 
 def test_a_plan_counts_the_encoder(directories, capsys):

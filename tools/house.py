@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
 
+from tests.support.house import max_class_attributes
 from tests.support.names import first_word, old_words, participles, pronouns, without_verb
 from tests.support.reach import unreached
 from tests.support.sources import (
@@ -89,6 +90,7 @@ def measure(root: Path) -> Table:
     table["file names in two or more folders"] = len(names_in_several_folders(modules))
     doors = [door_names(module) for module in modules if module.path.endswith("__init__.py")]
     table["names of a door: most"] = max(map(len, doors))
+    table["class attributes of a model or layer: most"] = max_class_attributes(modules)
     table |= first_words(modules)
     table |= names(modules)
     table["identifiers with words that stand for terms of the field"] = len(old_words(modules))

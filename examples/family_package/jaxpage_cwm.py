@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
@@ -22,12 +19,7 @@ class CwmConfig(DecoderConfig):
     defaults = Defaults(
         num_kv_heads=8, head_dim=128, max_length=131_072, epsilon=1e-5, mlp_bias=False
     )
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with the rotation that it has by default."""
-        has_rope = config.get("rope_scaling") or config.get("rope_parameters")
-        return config if has_rope else {**config, "rope_parameters": ROPE}
+    default_rope = ROPE
 
     @classmethod
     def read(cls, fields: Fields) -> CwmConfig:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import UnsupportedError
+from jaxpage.layers.producers import MadeBySegments
 from jaxpage.layers.trace_scope import LayerKernels, RowKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels.quantized_matmul import batch_invariant_matmul, matmul_and_sums
@@ -60,7 +61,7 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
         )
         if sums_ZTO is not None:
             # The compiler leaves the product out where kernels after it read the sums alone.
-            trace_scope().segments[id(y_TO)] = (y_TO, sums_ZTO)
+            trace_scope().producers.note(y_TO, MadeBySegments(sums_ZTO))
         return y_TO
 
     def multiply_by_group(

@@ -131,7 +131,7 @@ def multiply_packed(
 
 def run_fusion(
     x_TI: jax.Array, stages: Sequence[Stage], epsilon: float, offset: float
-) -> jax.Array:
+) -> Sequence[jax.Array]:
     """Computes stages as `LayerKernels.run_fusion`."""
     operations = [_operation(stage, x_TI.dtype) for stage in stages]
     return fusion.run(x_TI, operations, epsilon=epsilon, offset=offset)

@@ -1,7 +1,7 @@
 """Joins operations of a layer in one call of a kernel, each of what the one before it made.
 
-An operation is traced alone, and noted in the scope of the trace. Where one that follows it is
-computed in one call with it, nothing else reads its result, and the compiler leaves it out.
+An operation is traced alone, and noted in `producers`. Where one that follows it is computed in one
+call with it, nothing else reads its result, and the compiler leaves it out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxpage.layers.producers import MadeByMatmul, MadeByNorm
 from jaxpage.layers.trace_scope import row_kernels, trace_scope
 from jaxpage.layers.weight_kinds import Packed, PackedCodes, StoredWeight
 
@@ -49,7 +50,7 @@ class AddSum(NamedTuple):
 Stage = Multiply | Norm | AddAndNorm | Gate | AddSum
 
 
-RunFusion = Callable[[jax.Array, Sequence[Stage], float, float], jax.Array]
+RunFusion = Callable[[jax.Array, Sequence[Stage], float, float], Sequence[jax.Array]]
 
 
 def fusion_kernel(dtype: DTypeLike) -> RunFusion | None:
@@ -69,16 +70,17 @@ def multiply_after_norm(
     x_TI: Float[Array, "T I"], weight: Packed | PackedCodes
 ) -> Float[Array, "T O"] | None:
     """Returns the product in one call with the norm that made x; None where none did."""
-    run_fusion, norm = fusion_kernel(x_TI.dtype), trace_scope().norms.get(id(x_TI))
+    run_fusion = fusion_kernel(x_TI.dtype)
+    norm = trace_scope().producers.find(x_TI, MadeByNorm)
     if run_fusion is None or norm is None or not takes(weight, x_TI.dtype):
         return None
-    _, before_TI, scale_D, epsilon, offset = norm
-    return run_fusion(before_TI, [Norm(scale_D), Multiply(weight)], epsilon, offset)
+    stages: list[Stage] = [Norm(norm.scale_D), Multiply(weight)]
+    return run_fusion(norm.x_TD, stages, norm.epsilon, norm.offset)[-1]
 
 
 def note_matmul(y_TO: jax.Array, x_TI: jax.Array, weight: Packed | PackedCodes) -> jax.Array:
     """Returns a product, which a kernel after it may compute in its own call."""
     if y_TO.dtype == x_TI.dtype and takes(weight, x_TI.dtype):
         # Where types differ the product was rounded in between, which a stage would not do.
-        trace_scope().matmuls[id(y_TO)] = (y_TO, x_TI, weight)
+        trace_scope().producers.note(y_TO, MadeByMatmul(x_TI, weight))
     return y_TO

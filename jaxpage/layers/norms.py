@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.parameter import Source, parameter, tensor
+from jaxpage.layers.producers import MadeByNorm, MadeBySum
 from jaxpage.layers.trace_scope import RowKernels, row_kernels, trace_scope
 
 
@@ -126,7 +127,7 @@ def add_before_norm(
     sum_TD = x_TD + added_TD
     if row_kernels(x_TD.dtype) is not None:
         # The compiler leaves this sum out where nothing else reads it.
-        trace_scope().sums[id(sum_TD)] = (sum_TD, x_TD, added_TD)
+        trace_scope().producers.note(sum_TD, MadeBySum(x_TD, added_TD))
     return sum_TD
 
 
@@ -134,12 +135,13 @@ def keep_and_norm(
     norm: Callable[[jax.Array], jax.Array] | None, x_TD: Float[Array, "T D"]
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Returns x and its norm; one call computes both where x comes from `add_before_norm`."""
-    if norm is not None and id(x_TD) in (sums := trace_scope().sums):
-        return add_and_norm(norm, *sums[id(x_TD)][1:])
+    producers = trace_scope().producers
+    if norm is not None and (made := producers.find(x_TD, MadeBySum)) is not None:
+        return add_and_norm(norm, made.x_TD, made.added_TD)
     normed_TD = x_TD if norm is None else norm(x_TD)
     if isinstance(norm, RMSNorm) and norm.scale is not None and norm.groups == 1:
         numbers = (norm.scale[...], norm.epsilon, norm.offset)
-        trace_scope().norms[id(normed_TD)] = (normed_TD, x_TD, *numbers)
+        producers.note(normed_TD, MadeByNorm(x_TD, *numbers))
     return x_TD, normed_TD
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from jaxpage.layers.producers import MadeBySegments, Producers
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes
 
 
@@ -107,8 +108,9 @@ class LayerKernels(NamedTuple):
             It is None where XLA multiplies.
         multiply_heads: Returns the products [T, N, O] of the heads of x [T, N, I] with their
             weights [N, O, I]. It is None like `multiply_numbers`.
-        run_fusion: Returns what the last of some `layers.fusion.Stage` makes of x, with the epsilon
-            and the offset of norms. It is None where no kernel computes several in one call.
+        run_fusion: Returns what some `layers.fusion.Stage` make of x, each of what the one before
+            it made, with the epsilon and the offset of norms. An `AddAndNorm` makes the sum, then
+            the norm. It is None where no kernel computes several in one call.
         choose_experts: Returns what `pallas_kernels.expert_routing.choose_experts` does. It is None
             like `by_group`.
         gather_by_group: Returns what `pallas_kernels.expert_routing.gather_by_group` does, or None
@@ -126,7 +128,9 @@ class LayerKernels(NamedTuple):
     attend_bidirectional: Callable[..., jax.Array | None] | None = None
     multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
     multiply_heads: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    run_fusion: Callable[[jax.Array, Sequence[Any], float, float], jax.Array] | None = None
+    run_fusion: Callable[[jax.Array, Sequence[Any], float, float], Sequence[jax.Array]] | None = (
+        None
+    )
     choose_experts: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     gather_by_group: Callable[[jax.Array, jax.Array, int], tuple[jax.Array, ...] | None] | None = (
         None
@@ -183,38 +187,20 @@ class TraceScope:
         divided_logits: True if each device keeps the logits of its part of the vocabulary, and none
             gathers them.
         routes: The experts that routers choose; None where nobody asks for them.
-        sums: By its id, each sum that a norm after it may compute in its own call, with both
-            arrays of which it is the sum; see `norms.add_before_norm`.
-        norms: By its id, each RMS norm that a product after it may compute in its own call, with
-            its input, scale, epsilon and offset; see `layers.fusion`.
-        matmuls: By its id, each product that a call after it may compute, too, with its input and
-            weight.
-        segments: By its id, each product that a kernel after it may round itself, with the sums of
-            segments [Z, T, O] that it is made of.
+        producers: The operations that made the arrays of the trace, for calls that compute some of
+            them, too.
     """
 
     kernels: LayerKernels | None = None
     adapters: TokenAdapters | None = None
     divided_logits: bool = False
     routes: Routes | None = None
-    # In these four, a value begins with the array whose id is its key: while that array is alive,
-    # no other one can get its id.
-    sums: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = field(
-        default_factory=dict, init=False, repr=False
-    )
-    norms: dict[int, tuple[jax.Array, jax.Array, jax.Array, float, float]] = field(
-        default_factory=dict, init=False, repr=False
-    )
-    matmuls: dict[int, tuple[jax.Array, jax.Array, Packed | PackedCodes]] = field(
-        default_factory=dict, init=False, repr=False
-    )
-    segments: dict[int, tuple[jax.Array, jax.Array]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    producers: Producers = field(default_factory=Producers, init=False, repr=False)
 
     def segments_of(self, matmul_TO: jax.Array) -> jax.Array:
         """Returns the sums [Z, T, O] of which an array is the rounded sum, or the array itself."""
-        return self.segments.get(id(matmul_TO), (matmul_TO, matmul_TO))[1]
+        segments = self.producers.find(matmul_TO, MadeBySegments)
+        return matmul_TO if segments is None else segments.sums_ZTO
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxpage.models.config import ExpertDefaults, Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import ExpertNames, Gates, Scope, attention
+from jaxpage.models.parts import ExpertNames, Gates, NormNames, PlainNames, Scope, attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 
 
@@ -31,7 +31,7 @@ class ArceeConfig(DecoderConfig):
 class Arcee(Llama, config=ArceeConfig):
     """Arcee (AFM-4.5B, 2025) is Llama with a feed-forward half without gates, of squared ReLU."""
 
-    plain_names = ("up_proj", "down_proj")
+    mlp_names = PlainNames("up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,11 @@ class AfmoeConfig(ExpertsConfig):
 class Afmoe(Llama, config=AfmoeConfig):
     """Trinity (Arcee AI, 2025) has gated attention, four norms in a layer, and sigmoid routing."""
 
-    norm_names = ("input_layernorm", "pre_mlp_layernorm")
-    output_norm_names = ("post_attention_layernorm", "post_mlp_layernorm")
+    norm_names = NormNames(
+        mlp_norm="pre_mlp_layernorm",
+        post_attention_norm="post_attention_layernorm",
+        post_mlp_norm="post_mlp_layernorm",
+    )
     expert_names = ExpertNames(
         router="router.gate",
         shared=("shared_experts", None),

@@ -244,12 +244,13 @@ def other_names(family: Family, name: str, spec: Any = None) -> tuple[str, ...]:
     of modules that several layers share, each with those that the other layers give them.
     """
     prefixes = (family.prefix,) if isinstance(family.prefix, str) else family.prefix
-    prefix, *others = prefixes
+    prefix, *other_prefixes = prefixes
     stem = name.removeprefix(prefix)
-    names = [stem, *(other + stem for other in others)] if name.startswith(prefix) else []
-    for begin, others in (*getattr(family, "older_names", ()), *getattr(spec, "tied_names", ())):
-        if name.startswith(begin):
-            names += [other + name.removeprefix(begin) for other in others]
+    names = [stem, *(other + stem for other in other_prefixes)] if name.startswith(prefix) else []
+    pairs = (*getattr(family, "older_names", ()), *getattr(spec, "tied_names", ()))
+    for beginning, other_beginnings in pairs:
+        if name.startswith(beginning):
+            names += [other + name.removeprefix(beginning) for other in other_beginnings]
     for part, other in getattr(family, "renamed", {}).items():
         names += [each.replace(part, other) for each in (name, *names) if part in each]
     return tuple(names)

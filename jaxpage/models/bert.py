@@ -323,7 +323,7 @@ class ModernBert(encoder.Encoder, config=ModernBertConfig):
         return norms.layer_norm(config, at / "embeddings.norm", bias=config.norm_bias)
 
     @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Any:
+    def make_final_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm after the last layer."""
         return norms.layer_norm(config, at / "final_norm", bias=config.norm_bias)
 

@@ -13,9 +13,9 @@ from flax import nnx
 from jaxpage.layers import NO_ROTATION, Scores
 from jaxpage.models.config import Fields, alibi
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
+from jaxpage.models.parts import Scope, attention, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, NormNames, PlainNames
 
 EPSILON = ("layer_norm_epsilon", 1e-5)
 # The fields of `attn_config` that are read or refused.
@@ -63,7 +63,7 @@ class Bloom(Llama, config=BloomConfig):
     ignored = ()
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
     attention_names = AttentionNames("dense", fused="query_key_value", module="self_attention")
-    plain_names = ("dense_h_to_4h", "dense_4h_to_h")
+    mlp_names = PlainNames("dense_h_to_4h", "dense_4h_to_h")
     make_norm = staticmethod(norms.layer_norm)
 
     def make_others(self, config: Any, at: Scope) -> None:
@@ -132,28 +132,26 @@ class MptConfig(DecoderConfig):
         )
 
 
-class Mpt(Decoder, config=MptConfig):
+class Mpt(Llama, config=MptConfig):
     """MPT (MosaicML, 2023) has ALiBi in place of positions, and LayerNorm without biases."""
 
     prefix = "transformer."
     ignored = ()
     names = ModuleNames(tokens="wte", layers="blocks", norm="norm_f")
+    norm_names = NormNames("norm_1", "norm_2")
+    attention_names = AttentionNames("out_proj", fused="Wqkv", in_groups=False, module="attn")
+    mlp_names = PlainNames("up_proj", "down_proj", module="ffn")
     make_norm = staticmethod(functools.partial(norms.layer_norm, bias=False))
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
         slopes = alibi.alibi_slopes(config.num_query_heads)
-        return Block(
-            attention_norm=cls.make_norm(config, at / "norm_1"),
-            attention=attention.grouped_query_attention(
-                config,
-                index,
-                at / "attn",
-                names=AttentionNames(output="out_proj", fused="Wqkv", in_groups=False),
-                scores=Scores(scale=config.attention_scale, alibi_slopes=slopes),
-                clip_qkv=config.clip_qkv,
-            ),
-            mlp_norm=cls.make_norm(config, at / "norm_2"),
-            mlp=mlp.plain_mlp(config, at / "ffn", "up_proj", "down_proj"),
+        return attention.grouped_query_attention(
+            config,
+            index,
+            at,
+            names=cls.attention_names,
+            scores=Scores(scale=config.attention_scale, alibi_slopes=slopes),
+            clip_qkv=config.clip_qkv,
         )

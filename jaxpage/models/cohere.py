@@ -14,7 +14,7 @@ import jax
 from jaxpage.layers import HeadNorms
 from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import DecoderConfig, Defaults, Scope, attention, norms
+from jaxpage.models.parts import DecoderConfig, Defaults, NormNames, Scope, attention, norms
 
 THETA = 500_000.0
 
@@ -61,9 +61,13 @@ class Cohere(Llama, config=CohereConfig):
     R+ has norms of queries and keys.
     """
 
-    norm_names = ("input_layernorm", None)
-    parallel = True
+    norm_names = NormNames(mlp_norm=None)
     make_norm = staticmethod(functools.partial(norms.layer_norm, bias=False))
+
+    @classmethod
+    def is_parallel(cls, config: Any) -> bool:
+        """Returns True: both halves of a layer take its input."""
+        return True
 
     @classmethod
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:

@@ -23,9 +23,10 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers import ACTIVATIONS, NO_ROTATION, ForwardContext, LayerPages, MambaSpec, Scores
 from jaxpage.models.config import Fields, alibi, recurrent_fields
-from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms, recurrences
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts import Decoder, Scope, attention, mlp, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, PlainNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class FalconConfig(DecoderConfig):
 
     Attributes:
         alibi_slopes: The slopes of ALiBi; None in a model that rotates.
-        parallel: True if both halves of a layer take its input.
+        is_parallel: True if both halves of a layer take its input.
         num_norms: The number of norms of a layer: one, or one for each half.
     """
 
@@ -48,7 +49,7 @@ class FalconConfig(DecoderConfig):
     )
 
     alibi_slopes: tuple[float, ...] | None
-    parallel: bool
+    is_parallel: bool
     num_norms: int
 
     @classmethod
@@ -59,7 +60,7 @@ class FalconConfig(DecoderConfig):
         head_dim = fields.divide("hidden_size", "num_attention_heads")
         has_alibi = fields.flag("alibi", False)
         max_length = fields.integer("max_position_embeddings", 2048)
-        parallel, num_norms = _order(fields)
+        is_parallel, num_norms = _order(fields)
         return cls.from_fields(
             fields,
             num_kv_heads=_kv_heads(fields, num_heads),
@@ -68,7 +69,7 @@ class FalconConfig(DecoderConfig):
             intermediate_size=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
             name="transformer",
             alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
-            parallel=parallel,
+            is_parallel=is_parallel,
             num_norms=num_norms,
         )
 
@@ -95,12 +96,12 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
 def _order(fields: Fields) -> tuple[bool, int]:
     """Returns whether the halves of a layer are parallel, and how many norms it has."""
     new = fields.flag("new_decoder_architecture", False)
-    parallel = fields.flag("parallel_attn", True)
-    if new and not parallel:
+    is_parallel = fields.flag("parallel_attn", True)
+    if new and not is_parallel:
         text = "parallel_attn = false with new_decoder_architecture is not supported"
         fields.note_unsupported(text, parallel_attn=True)
-        parallel = True
-    if not parallel:
+        is_parallel = True
+    if not is_parallel:
         return False, 2
     count = fields.optional_integer("num_ln_in_parallel_attn", None) or (2 if new else 1)
     if count > 2 or (count == 2 and not new):
@@ -109,34 +110,37 @@ def _order(fields: Fields) -> tuple[bool, int]:
     return True, count
 
 
-class Falcon(Decoder, config=FalconConfig):
+class Falcon(Llama, config=FalconConfig):
     """Falcon computes both halves of a layer in parallel (Almazrouei et al., 2023)."""
 
     prefix = "transformer."
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
+    attention_names = AttentionNames("dense", fused="query_key_value", module="self_attention")
+    mlp_names = PlainNames("dense_h_to_4h", "dense_4h_to_h")
     make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
+    def is_parallel(cls, config: Any) -> bool:
+        """Returns whether both halves of a layer take its input."""
+        return bool(config.is_parallel)
+
+    @classmethod
+    def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
+        """Returns the norms of a layer: one, or one for each half."""
         has_two = config.num_norms == 2
         first, second = "input_layernorm", "post_attention_layernorm"
-        if config.parallel and has_two:
+        if config.is_parallel and has_two:
             # Falcon 40B and 180B name their two norms so; Falcon 11B has one of the older name.
             first, second = "ln_attn", "ln_mlp"
-        return Block(
-            attention_norm=norms.layer_norm(config, at / first),
-            attention=attention.grouped_query_attention(
-                config,
-                index,
-                at / "self_attention",
-                names=AttentionNames(output="dense", fused="query_key_value"),
-                scores=Scores(alibi_slopes=config.alibi_slopes),
-            ),
-            mlp_norm=norms.layer_norm(config, at / second) if has_two else None,
-            mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
-            parallel=config.parallel,
-        )
+        return {
+            "attention_norm": norms.layer_norm(config, layer / first),
+            "mlp_norm": norms.layer_norm(config, layer / second) if has_two else None,
+        }
+
+    @classmethod
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the slopes of ALiBi, which some models have."""
+        return Scores(alibi_slopes=config.alibi_slopes)
 
 
 @dataclass(frozen=True)

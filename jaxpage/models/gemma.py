@@ -25,7 +25,8 @@ import jax
 from jaxpage.layers import RMSNorm, Scores
 from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import DecoderConfig, Defaults, Scope, attention, decoder, norms
+from jaxpage.models.parts import NormNames, Scope, attention, decoder, norms
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 
 ACTIVATION = "gelu_pytorch_tanh"
 FULL = "full_attention"
@@ -155,10 +156,10 @@ class Gemma2(Gemma, config=Gemma2Config):
     """Gemma 2 (Gemma Team, 2024) has windows in every second layer, and four norms in a layer."""
 
     OVERFLOWS_FLOAT16 = True
-    norm_names = ("input_layernorm", "pre_feedforward_layernorm")
-    output_norm_names: ClassVar[tuple[str | None, str | None]] = (
-        "post_attention_layernorm",
-        "post_feedforward_layernorm",
+    norm_names = NormNames(
+        mlp_norm="pre_feedforward_layernorm",
+        post_attention_norm="post_attention_layernorm",
+        post_mlp_norm="post_feedforward_layernorm",
     )
 
     @classmethod
@@ -182,7 +183,7 @@ class VaultGemma(Gemma2, config=VaultGemmaConfig):
     """VaultGemma (Google, 2025) is Gemma 2 with two norms in a layer."""
 
     OVERFLOWS_FLOAT16 = False
-    output_norm_names = (None, None)
+    norm_names = NormNames(mlp_norm="pre_feedforward_layernorm")
 
 
 class Gemma3Config(Gemma2Config):

@@ -14,7 +14,7 @@ from jaxpage.models import deepseek
 from jaxpage.models.config import CORRECTED, Fields
 from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import DEEPSEEK_EXPERTS, LatentDefaults, Scope, attention
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, LatentDefaults, NormNames, Scope, attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.qwen import Qwen3Moe
 
@@ -53,7 +53,9 @@ class Glm4(Glm, config=Glm4Config):
     """GLM-4, dense (Zeng et al., 2024; 0414 and later), is GLM-4-9B with four norms in a layer."""
 
     OVERFLOWS_FLOAT16 = True
-    output_norm_names = ("post_self_attn_layernorm", "post_mlp_layernorm")
+    norm_names = NormNames(
+        post_attention_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

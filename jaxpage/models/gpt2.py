@@ -16,9 +16,9 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
+from jaxpage.models.parts import Scope, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, NormNames, PlainNames
 
 ALIASES = {
     "hidden_size": "n_embd",
@@ -80,7 +80,7 @@ class GPT2Config(DecoderConfig):
         )
 
 
-class GPT2(Decoder, config=GPT2Config):
+class GPT2(Llama, config=GPT2Config):
     """GPT-2 (Radford et al., 2019) has norms first, and learned positions."""
 
     prefix = "transformer."
@@ -91,17 +91,9 @@ class GPT2(Decoder, config=GPT2Config):
         "*.crossattention.bias",
     )
     names = ModuleNames(tokens="wte", positions="wpe", layers="h", norm="ln_f")
+    norm_names = NormNames("ln_1", "ln_2")
+    attention_names = AttentionNames(module="attn")
     make_norm = staticmethod(norms.layer_norm)
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=norms.layer_norm(config, at / "ln_1"),
-            attention=cls.make_attention(config, index, at / "attn"),
-            mlp_norm=norms.layer_norm(config, at / "ln_2"),
-            mlp=cls.make_mlp(config, at / "mlp"),
-        )
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -121,8 +113,9 @@ class GPT2(Decoder, config=GPT2Config):
         )
 
     @classmethod
-    def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
+        at = layer / "mlp"
         width = config.hidden_size
         inner = config.intermediate_size
         return MLP(
@@ -183,22 +176,21 @@ class GPTBigCodeConfig(DecoderConfig):
         )
 
 
-class GPTBigCode(GPT2, config=GPTBigCodeConfig):
+class GPTBigCode(Llama, config=GPTBigCodeConfig):
     """GPT-BigCode (SantaCoder and StarCoder, 2023) is GPT-2 with one key/value head."""
 
+    prefix = "transformer."
     ignored = ("*.attn.bias", "*.attn.masked_bias")
+    names = GPT2.names
+    norm_names = GPT2.norm_names
+    attention_names = AttentionNames("c_proj", fused="c_attn", module="attn")
+    mlp_names = PlainNames("c_fc", "c_proj")
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        names = AttentionNames(output="c_proj", fused="c_attn")
-        scores = Scores(scale=config.attention_scale)
-        return attention.grouped_query_attention(config, index, at, names=names, scores=scores)
-
-    @classmethod
-    def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return mlp.plain_mlp(config, at, "c_fc", "c_proj")
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the factor of scores."""
+        return Scores(scale=config.attention_scale)
 
 
 class Starcoder2Config(DecoderConfig):
@@ -222,6 +214,6 @@ class Starcoder2(Llama, config=Starcoder2Config):
     Its window is that of all layers.
     """
 
-    plain_names = ("c_fc", "c_proj")
+    mlp_names = PlainNames("c_fc", "c_proj")
 
     make_norm = staticmethod(norms.layer_norm)

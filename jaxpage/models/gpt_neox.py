@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.layers import Attention, HeadNorms, Projections, Rope, Scores
@@ -18,9 +17,9 @@ from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config import Fields
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Block, Scope, attention, mlp, norms
+from jaxpage.models.parts import Scope, attention, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, NormNames, PlainNames
 
 NUM_PARTS = 4  # The parts of the product of CodeGen.
 
@@ -30,7 +29,7 @@ class GPTNeoXConfig(DecoderConfig):
     """Reads transformers' `GPTNeoXConfig`. Dropouts are for training.
 
     Attributes:
-        parallel: True if both halves of a layer take its input.
+        is_parallel: True if both halves of a layer take its input.
     """
 
     model_type = "gpt_neox"
@@ -39,7 +38,7 @@ class GPTNeoXConfig(DecoderConfig):
         plain_heads=True, epsilon=("layer_norm_eps", 1e-5), activation="gelu", attention_bias=True
     )
 
-    parallel: bool
+    is_parallel: bool
 
     @classmethod
     def read(cls, fields: Fields) -> GPTNeoXConfig:
@@ -55,7 +54,7 @@ class GPTNeoXConfig(DecoderConfig):
             rope=fields.rope(head_dim, max_length, theta=theta, partial=share),
             mlp_bias=True,
             name="gpt_neox",
-            parallel=fields.flag("use_parallel_residual", True),
+            is_parallel=fields.flag("use_parallel_residual", True),
         )
 
 
@@ -69,13 +68,13 @@ class GPTNeoX(Llama, config=GPTNeoXConfig):
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
     names = ModuleNames(tokens="embed_in", norm="final_layer_norm", heads=("embed_out", "lm_head"))
     attention_names = AttentionNames(output="dense", fused="query_key_value", module="attention")
-    plain_names = ("dense_h_to_4h", "dense_4h_to_h")
+    mlp_names = PlainNames("dense_h_to_4h", "dense_4h_to_h")
     make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def is_parallel(cls, config: Any) -> bool:
         """Returns whether both halves of a layer take its input."""
-        return bool(config.parallel)
+        return bool(config.is_parallel)
 
 
 class GPTJConfig(DecoderConfig):
@@ -122,12 +121,20 @@ class GPTJ(Llama, config=GPTJConfig):
     prefix = "transformer."
     ignored = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask")
     names = ModuleNames(tokens="wte", layers="h", norm="ln_f")
-    norm_names = ("ln_1", None)
+    norm_names = NormNames("ln_1", None)
     attention_names = AttentionNames("out_proj", module="attn")
-    plain_names = ("fc_in", "fc_out")
-    head_bias = True
-    parallel = True
+    mlp_names = PlainNames("fc_in", "fc_out")
     make_norm = staticmethod(norms.layer_norm)
+
+    @classmethod
+    def is_parallel(cls, config: Any) -> bool:
+        """Returns True: both halves of a layer take its input."""
+        return True
+
+    @classmethod
+    def has_head_bias(cls, config: Any) -> bool:
+        """Returns True: logits have biases."""
+        return True
 
 
 class CodeGenConfig(GPTJConfig):
@@ -220,31 +227,25 @@ def _kinds(fields: Fields) -> list[str]:
     return kinds
 
 
-class GPTNeo(GPT2, config=GPTNeoConfig):
+class GPTNeo(Llama, config=GPTNeoConfig):
     """GPT-Neo (EleutherAI, 2021) has learned positions, and windows in every other layer.
 
     Scores of attention are not scaled.
     """
 
+    prefix = "transformer."
     ignored = ("*.attention.bias", "*.attention.masked_bias")
+    names = GPT2.names
+    norm_names = GPT2.norm_names
+    attention_names = AttentionNames("out_proj", module="attn.attention")
+    mlp_names = PlainNames("c_fc", "c_proj")
+    output_bias = True
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer, whose products for its input have no biases."""
-        return attention.grouped_query_attention(
-            config,
-            index,
-            at / "attention",
-            names=AttentionNames("out_proj"),
-            output_bias=True,
-            # Mesh TensorFlow folded the scale into the initial weights of queries.
-            scores=Scores(scale=1.0),
-        )
-
-    @classmethod
-    def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return mlp.plain_mlp(config, at, "c_fc", "c_proj")
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the factor of scores: Mesh TensorFlow folded it into the weights of queries."""
+        return Scores(scale=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +253,7 @@ class StableLmConfig(DecoderConfig):
     """Reads transformers' `StableLmConfig`. Dropouts are for training.
 
     Attributes:
-        use_parallel_residual: True if both halves of a layer take its input.
+        is_parallel: True if both halves of a layer take its input.
         qk_layernorm: True if queries and keys have norms, one for each head.
     """
 
@@ -261,7 +262,7 @@ class StableLmConfig(DecoderConfig):
         num_kv_heads=32, max_length=4096, partial=0.25, epsilon=("layer_norm_eps", 1e-5)
     )
 
-    use_parallel_residual: bool
+    is_parallel: bool
     qk_layernorm: bool
 
     @classmethod
@@ -271,7 +272,7 @@ class StableLmConfig(DecoderConfig):
             fields,
             head_dim=fields.divide("hidden_size", "num_attention_heads"),
             attention_bias=fields.flag("use_qkv_bias", False),
-            use_parallel_residual=fields.flag("use_parallel_residual", False),
+            is_parallel=fields.flag("use_parallel_residual", False),
             qk_layernorm=fields.flag("qk_layernorm", False),
         )
 
@@ -286,18 +287,15 @@ class StableLm(Llama, config=StableLmConfig):
     output_bias = False
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer; where its halves are parallel, the second one has no norm of its own."""
-        parallel = config.use_parallel_residual
-        return Block(
-            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=None
-            if parallel
-            else norms.layer_norm(config, at / "post_attention_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
-            parallel=parallel,
-        )
+    def is_parallel(cls, config: Any) -> bool:
+        """Returns whether both halves of a layer take its input."""
+        return bool(config.is_parallel)
+
+    @classmethod
+    def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
+        """Returns the norms of a layer; a second half that takes its input has none of its own."""
+        parts = super().make_norms(config, index, layer)
+        return {**parts, "mlp_norm": None} if config.is_parallel else parts
 
     @classmethod
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:

@@ -21,7 +21,7 @@ from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import AttentionNames, ExpertNames, MLPNames, ModuleNames
+from jaxpage.models.parts.names import AttentionNames, ExpertNames, MLPNames, ModuleNames, NormNames
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -128,7 +128,7 @@ class Lfm2(Llama, config=Lfm2Config):
     """
 
     names = ModuleNames(norm="embedding_norm")
-    norm_names = ("operator_norm", "ffn_norm")
+    norm_names = NormNames("operator_norm", "ffn_norm")
     attention_names = AttentionNames("out_proj")
     mlp_names = MLPNames("feed_forward", "w1", "w3", "w2", None)
     make_head_norms = staticmethod(

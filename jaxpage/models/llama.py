@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -27,7 +27,7 @@ from jaxpage.layers.mlp import XIELU
 from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names
 from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, experts, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import QWEN_EXPERTS, AttentionNames, ExpertNames, MLPNames
+from jaxpage.models.parts.names import AttentionNames, ExpertNames, MLPNames, NormNames, PlainNames
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
@@ -56,25 +56,20 @@ class LlamaConfig(DecoderConfig):
 class Llama(Decoder, config=LlamaConfig):
     """Llama 1 to 3 have the form in which many other models are published.
 
-    Many families differ from it in one of these methods alone, or in these attributes.
+    Many families differ from it in one of these methods alone, or in these attributes. Methods that
+    make a part of a layer take the scope of the layer, as `layer`, and enter that of the part.
+    `make_attention`, and what it calls, take the scope of attention, as `at`.
     """
 
-    # The norms before the two halves of a layer, and those of their outputs; None for none.
-    norm_names: ClassVar[tuple[str | None, str | None]] = (
-        "input_layernorm",
-        "post_attention_layernorm",
-    )
-    output_norm_names: ClassVar[tuple[str | None, str | None]] = (None, None)
+    norm_names: ClassVar[NormNames] = NormNames()
     attention_names: ClassVar[AttentionNames] = AttentionNames()
-    mlp_names: ClassVar[MLPNames] = MLPNames()
-    # The two products of a feed-forward half without gates; None if it has gates.
-    plain_names: ClassVar[tuple[str, str] | None] = None
-    expert_names: ClassVar[ExpertNames] = QWEN_EXPERTS
+    # `PlainNames` make a feed-forward half without gates.
+    mlp_names: ClassVar[MLPNames | PlainNames] = MLPNames()
+    expert_names: ClassVar[ExpertNames] = ExpertNames()
     # Returns the norms of queries and keys, of a config and the scope of attention.
     make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(attention.no_head_norms)
     # True if the product for the output of attention has a bias; None if it is like the others.
     output_bias: ClassVar[bool | None] = None
-    parallel: ClassVar[bool] = False  # True if both halves of a layer take its input
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -83,19 +78,18 @@ class Llama(Decoder, config=LlamaConfig):
             **cls.make_norms(config, index, at),
             attention=cls.make_mixer(config, index, at),
             mlp=cls.make_mlp(config, index, at),
-            parallel=cls.is_parallel(config),
+            is_parallel=cls.is_parallel(config),
         )
 
     @classmethod
     def is_parallel(cls, config: Any) -> bool:
-        """Returns whether both halves of a layer take its input, which some configs say."""
-        return cls.parallel
+        """Returns whether both halves of a layer take its input."""
+        return False
 
     @classmethod
     def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
         """Returns the norms of a layer, by the arguments of `Block` that take them."""
-        parts = ("attention_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm")
-        names = zip(parts, (*cls.norm_names, *cls.output_norm_names), strict=True)
+        names = asdict(cls.norm_names).items()
         return {part: name and cls.make_norm(config, layer / name) for part, name in names}
 
     @classmethod
@@ -130,10 +124,16 @@ class Llama(Decoder, config=LlamaConfig):
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
+        """Returns the feed-forward half of a layer, or its experts.
+
+        Args:
+            config: The config of the model.
+            index: The number of the layer.
+            layer: The scope of the layer, because experts may have several names in it.
+        """
         names = cls.mlp_names
-        if cls.plain_names is not None:
-            return mlp.plain_mlp(config, layer / names.module, *cls.plain_names)
+        if isinstance(names, PlainNames):
+            return mlp.plain_mlp(config, layer / names.module, names.up, names.down)
         if isinstance(config, ExpertsConfig):
             return experts.mlp_or_experts(
                 config, index, layer, names=cls.expert_names, mlp_names=names
@@ -400,7 +400,7 @@ class Apertus(Llama, config=ApertusConfig):
 
     # Files may have the two constants of the activation function, which are the same in all layers.
     ignored = (*Llama.ignored, "*.act_fn.beta", "*.act_fn.eps")
-    norm_names = ("attention_layernorm", "feedforward_layernorm")
+    norm_names = NormNames("attention_layernorm", "feedforward_layernorm")
     make_head_norms = staticmethod(attention.norms_of_heads)
 
     @classmethod
@@ -443,7 +443,7 @@ class NanoChat(Llama, config=NanoChatConfig):
     Token embeddings are normalised too. The rotary embedding turns in the opposite direction.
     """
 
-    plain_names = ("fc1", "fc2")
+    mlp_names = PlainNames("fc1", "fc2")
 
     make_norm = staticmethod(norms.unscaled_rms_norm)
     make_head_norms = staticmethod(

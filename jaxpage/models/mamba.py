@@ -21,7 +21,7 @@ from jaxpage.models.config import ExpertDefaults, Fields, recurrent_fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Decoder, HalfBlock, Scope, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames
+from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames, NormNames
 
 # The models have no positions and could go on; block tables have to end somewhere.
 MAX_LENGTH = 2**18
@@ -95,16 +95,15 @@ class Mamba(Decoder, config=MambaConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        return HalfBlock(
-            norms.rms_norm(config, at / "norm"), cls.make_mixer(config, index, at / "mixer")
-        )
+        norm = norms.rms_norm(config, at / "norm")
+        return HalfBlock(norm, cls.make_recurrence(config, index, at))
 
     @classmethod
-    def make_mixer(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the recurrence of a layer."""
         states, convolution = config.layer_places[index]
         return recurrences.mamba1(
-            config, config.recurrent, states, at, convolution_index=convolution
+            config, config.recurrent, states, layer / "mixer", convolution_index=convolution
         )
 
 
@@ -172,9 +171,9 @@ class Mamba2Decoder(Mamba, config=Mamba2Config):
     """
 
     @classmethod
-    def make_mixer(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the recurrence of a layer."""
-        return recurrences.mamba2(config, config.recurrent, index, at)
+        return recurrences.mamba2(config, config.recurrent, index, layer / "mixer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +261,7 @@ class Jamba(Llama, config=JambaConfig):
     """Jamba (AI21, 2024) has Mamba in most layers, attention in the others, and experts in some."""
 
     names = ModuleNames(norm="final_layernorm")
-    norm_names = ("input_layernorm", "pre_ff_layernorm")
+    norm_names = NormNames(mlp_norm="pre_ff_layernorm")
     mlp_names = MLPNames("feed_forward")
     expert_names = ExpertNames(
         "feed_forward", router="router", in_memory=("feed_forward", "router", "")
@@ -318,7 +317,7 @@ class Bamba(Llama, config=BambaConfig):
     """Bamba (IBM, Princeton and UIUC, 2024) has Mamba 2 in most layers, attention in the others."""
 
     names = ModuleNames(norm="final_layernorm")
-    norm_names = ("input_layernorm", "pre_ff_layernorm")
+    norm_names = NormNames(mlp_norm="pre_ff_layernorm")
     mlp_names = MLPNames("feed_forward")
 
     @classmethod

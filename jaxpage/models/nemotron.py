@@ -32,7 +32,7 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, experts, mlp, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder, HalfBlock
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, ModuleNames
+from jaxpage.models.parts.names import ExpertNames, ModuleNames, PlainNames
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
@@ -76,7 +76,7 @@ class Nemotron(Llama, config=NemotronConfig):
     The scales of norms are stored less 1, and half of each head is rotated.
     """
 
-    plain_names = ("up_proj", "down_proj")
+    mlp_names = PlainNames("up_proj", "down_proj")
 
     make_norm = staticmethod(functools.partial(norms.layer_norm, offset=1.0))
 

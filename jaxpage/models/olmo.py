@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpage.layers import NO_ROTATION, DeltaWidths, Rope
 from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Block, Scope, attention, norms, recurrences
+from jaxpage.models.parts import Block, NormNames, Scope, attention, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 
 # In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
@@ -68,8 +68,7 @@ class Olmo2(Llama, config=Olmo2Config):
     Norms of queries and keys are over all heads together.
     """
 
-    norm_names = (None, None)
-    output_norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
+    norm_names = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
     make_head_norms = staticmethod(attention.norms_over_all_heads)
 
 

@@ -20,7 +20,7 @@ from jaxpage.models.config import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, MLPNames, ModuleNames
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, NormNames, PlainNames
 
 EPSILON = 1e-5
 # The first positions are for padding, in the code that both were trained with.
@@ -179,10 +179,9 @@ class XGLM(Llama, config=XGLMConfig):
 
     ignored = ("*.embed_positions.weights",)
     names = ModuleNames(norm="layer_norm")
-    norm_names = ("self_attn_layer_norm", "final_layer_norm")
+    norm_names = NormNames("self_attn_layer_norm", "final_layer_norm")
     attention_names = AttentionNames("out_proj")
-    mlp_names = MLPNames(module="")
-    plain_names = ("fc1", "fc2")
+    mlp_names = PlainNames("fc1", "fc2", module="")
     make_norm = staticmethod(norms.layer_norm)
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxpage.layers import HeadNorms, Rope
 from jaxpage.layers.rope_scaling import LENGTH
 from jaxpage.models.config import ExpertDefaults, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, norms
+from jaxpage.models.parts import NormNames, PlainNames, Scope, attention, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames
 
@@ -53,12 +53,20 @@ class Phi(Llama, config=PhiConfig):
     """
 
     names = ModuleNames(norm="final_layernorm")
-    norm_names = ("input_layernorm", None)
+    norm_names = NormNames(mlp_norm=None)
     attention_names = AttentionNames(output="dense")
-    plain_names = ("fc1", "fc2")
-    head_bias = True
-    parallel = True
+    mlp_names = PlainNames("fc1", "fc2")
     make_norm = staticmethod(norms.layer_norm)
+
+    @classmethod
+    def is_parallel(cls, config: Any) -> bool:
+        """Returns True: both halves of a layer take its input."""
+        return True
+
+    @classmethod
+    def has_head_bias(cls, config: Any) -> bool:
+        """Returns True: logits have biases."""
+        return True
 
     @classmethod
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,16 @@ from jaxpage.errors import JaxpageError
 from jaxpage.replay import Incidents
 from jaxpage.serving.batches.jobs import Batches, open_batches
 from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
-from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
+from jaxpage.serving.dialects.dialect import (
+    ConversationPath,
+    Dialect,
+    GenerationPath,
+    ListedModel,
+    ModelList,
+    TransformPath,
+    VectorsPath,
+    VersionPath,
+)
 from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.http.allowed_origins import for_pages_of
@@ -71,7 +79,7 @@ from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.embeddings import open_embeddings
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import (
     LOAD_SECONDS,
     Exchange,
@@ -161,18 +169,21 @@ class Server:
         self, dialect: Dialect, embed: Callable[..., Awaitable[None]]
     ) -> Iterator[BaseRoute]:
         """Yields the routes of a dialect; `embed` answers requests for embeddings."""
-        for path, opened in dialect.exchanges.items():
-            yield post_route(path, partial(self._exchange, opened))
-        for path, conversation in dialect.conversations.items():
-            yield post_route(path, partial(self._converse, conversation))
-            yield from StoredResponses(path, self.responses).routes
-        for path, transform in dialect.transforms.items():
-            yield post_route(path, partial(self._transform, transform))
-        for path, opened_vectors in dialect.vectors.items():
-            yield post_route(path, partial(embed, opened_vectors))
-        for path, model_list in dialect.lists.items():
-            yield Route(path, partial(self._list, model_list))
-        yield from itertools.starmap(version_route, dialect.versions.items())
+        for path, entry in dialect.paths.items():
+            match entry:
+                case GenerationPath():
+                    yield post_route(path, partial(self._exchange, entry.open))
+                case ConversationPath():
+                    yield post_route(path, partial(self._converse, entry.open))
+                    yield from StoredResponses(path, self.responses).routes
+                case TransformPath():
+                    yield post_route(path, partial(self._transform, entry.answer))
+                case VectorsPath():
+                    yield post_route(path, partial(embed, entry.open))
+                case ModelList():
+                    yield Route(path, partial(self._list, entry))
+                case VersionPath(version):
+                    yield version_route(path, version)
 
     async def _exchange(self, opened: Open, scope: Scope, receive: Receive, send: Send) -> None:
         with self.visitors.inside():
@@ -207,7 +218,7 @@ class Server:
         body = parse_object(raw)
         stream = stream_of(scope)
         stream.is_requested = stream.dialect.is_for_stream(scope["path"], body)
-        exchange = opened(body, self._context)
+        exchange = quotes(opened)(body, self._context)
         exchange.load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
         if self._logs_requests:
             logger.info("request", extra={"id": exchange.id, "body": body})
@@ -220,7 +231,7 @@ class Server:
         raw = await json_body(scope, receive)
 
         def transform_body() -> ASGIApp:
-            result = transform(parse_object(raw), self._context)
+            result = quotes(transform)(parse_object(raw), self._context)
             return whole_answer(result.body, make_ignored_header(result.ignored_fields))
 
         async def answer_request() -> None:

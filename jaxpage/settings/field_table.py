@@ -350,6 +350,10 @@ PARAMETERS = (
     _field("early_stopping", None, {"rollouts": None}, neutral=(False,), engine=None),
 )
 _BY_NAME = {field.name: field for field in PARAMETERS}
+# Lists of these have at most as many items as the model has token ids.
+TOKEN_ID_LISTS = frozenset(
+    field.name for field in PARAMETERS if isinstance(field.kind, TokenIdList)
+)
 
 
 def forms_in(request: str) -> Iterator[tuple[Field, str, Kind | None]]:

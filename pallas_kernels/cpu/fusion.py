@@ -65,8 +65,10 @@ def add_sum() -> Stage:
 
 def run(
     x_TI: Float[Array, "T I"], stages: Sequence[Stage], *, epsilon: float = 0.0, offset: float = 0.0
-) -> Float[Array, "T O"]:
-    """Returns what the last stage makes, in the type of the rows.
+) -> Sequence[Float[Array, "T _"]]:
+    """Returns what the stages make, in the type of the rows.
+
+    A stage of `add_and_norm` makes the sum, then the norm. Each other one makes one array.
 
     Args:
         x_TI: The rows, in float32 or bfloat16.
@@ -89,4 +91,4 @@ def run(
         epsilon=np.float32(epsilon),
         offset=np.float32(offset),
     )
-    return made[-1]
+    return made

@@ -12,7 +12,7 @@ import bisect
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -181,6 +181,7 @@ MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining mo
 MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
 MAX_FIELDS = 20  # of a record; in `models` and `layers` with those that it inherits
+MAX_CLASS_ATTRIBUTES = 15  # of a class of `models` and `layers`, with those that it inherits
 MAX_ARGUMENTS = 10  # of a function, by position or by name, `self` and `cls` left out
 # Records and functions that users or other programs write, flat as they do -> why they are so wide.
 PUBLIC_FACES: dict[tuple[str, str], str] = {
@@ -423,7 +424,7 @@ def _house(module: Module) -> list[str]:
         broken.append(f"{module.path}:1: no package of ROOMS: jaxpage/{place(module.name)[1]}/")
     if not ast.get_docstring(module.tree):
         broken.append(f"{module.path}:1: a module says in its docstring what lives here")
-    elif module.name in INNER_DOORS | {f"jaxpage.{room}" for room in DOORS}:
+    elif module.path.endswith("/__init__.py") and module.name.startswith("jaxpage."):
         broken += [f"{module.path}:1: {text}" for text in _door(module)]
     return broken
 
@@ -682,8 +683,27 @@ def _has_records(module: Module) -> bool:
 
 
 def _records(modules: Sequence[Module]) -> Iterator[str]:
-    """Yields the records of models and layers that have too many fields, with inherited ones."""
-    records = {
+    """Yields the classes of models and layers that have too many fields or class attributes."""
+    for what, maximum, members in (
+        ("fields", MAX_FIELDS, _fields),
+        ("class attributes", MAX_CLASS_ATTRIBUTES, _class_attributes),
+    ):
+        for place, name, count in _count_members(modules, members):
+            if count > maximum:
+                yield f"{place}: {name} has {count} {what}; {maximum} are enough"
+
+
+def max_class_attributes(modules: Sequence[Module]) -> int:
+    """Returns the number of class attributes of the class of models and layers that has most."""
+    counts = [count for _, _, count in _count_members(modules, _class_attributes)]
+    return max(counts, default=0)
+
+
+def _count_members(
+    modules: Sequence[Module], members: Callable[[ast.ClassDef], set[str]]
+) -> Iterator[tuple[str, str, int]]:
+    """Yields the place and the name of each class, and its number of members, inherited ones too."""
+    classes = {
         node.name: (module.path, node)
         for module in modules
         if _has_records(module)
@@ -691,21 +711,37 @@ def _records(modules: Sequence[Module]) -> Iterator[str]:
         if isinstance(node, ast.ClassDef)
     }
 
-    def fields_of(name: str) -> set[str]:
-        if name not in records:
+    def members_of(name: str) -> set[str]:
+        if name not in classes:
             return set()
-        node = records[name][1]
+        node = classes[name][1]
         bases = (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases)
-        names = {
-            ast.unparse(each.target)
-            for each in node.body
-            if isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
-        }
-        return names.union(*map(fields_of, bases))
+        return members(node).union(*map(members_of, bases))
 
-    for name, (path, node) in records.items():
-        if (count := len(fields_of(name))) > MAX_FIELDS:
-            yield f"{path}:{node.lineno}: {name} has {count} fields; {MAX_FIELDS} are enough"
+    for name, (path, node) in classes.items():
+        yield f"{path}:{node.lineno}", name, len(members_of(name))
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    """Returns the fields that a class declares."""
+    return {
+        ast.unparse(each.target)
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
+    }
+
+
+def _class_attributes(node: ast.ClassDef) -> set[str]:
+    """Returns the attributes that a class sets or declares for itself, functions left out."""
+    attributes: set[str] = set()
+    for each in node.body:
+        if isinstance(each, ast.Assign) and "staticmethod(" not in ast.unparse(each.value):
+            attributes.update(map(ast.unparse, each.targets))
+        elif isinstance(each, ast.AnnAssign):
+            kind = ast.unparse(each.annotation)
+            if "ClassVar" in kind and "Callable" not in kind:
+                attributes.add(ast.unparse(each.target))
+    return attributes
 
 
 def median_sizes(root: Path) -> tuple[float, float]:

@@ -18,11 +18,9 @@ from jaxpage.tables import gib
 
 # The share of the free host memory that a pool may take; other programs need memory, too.
 HOST_SHARE = 0.5
-TOKENS_ON_HOST = (
-    # A pool on CPU holds by default so many of each of `max_num_seqs` sequences; ShareGPT's have
-    # 500 on average.
-    512
-)
+# A pool on CPU has room for `max_num_seqs` sequences of so many tokens by default. Those of
+# ShareGPT have 500 on average.
+TOKENS_ON_HOST = 512
 MAX_BYTES_ON_HOST = 4 * 2**30  # the largest default of a pool on CPU
 _SIGNIFICANT_BITS = 6  # the number of blocks on an accelerator has no more: at most 3 % are lost
 

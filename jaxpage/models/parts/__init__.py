@@ -45,6 +45,8 @@ if TYPE_CHECKING:
         ExpertNames,  # names the weights of experts
         MLPNames,  # names the products of a feed-forward half
         ModuleNames,  # names the modules of a decoder
+        NormNames,  # names the norms of a layer
+        PlainNames,  # names the products of a feed-forward half without gates
         Scope,  # names a module in a checkpoint, and the type of its parameters
     )
 

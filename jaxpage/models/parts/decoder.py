@@ -31,8 +31,9 @@ class Block(nnx.Module):
           ──┬── mlp_norm ── mlp ── post_mlp_norm ── (+) ──
             └─────────────────────────────────────────┘
 
-    Each norm may be None. In a parallel block both halves take x: the second one takes what the
-    first one takes, unless it has a norm of its own.
+    Kernels compute several of these in one call, which find in `layers.producers` what came before.
+    Each norm may be None. If `is_parallel` is True, both halves take x: the second one takes what
+    the first one takes, unless it has a norm of its own.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Block(nnx.Module):
         mlp_norm: Norm | None,
         mlp: Any,
         post_mlp_norm: Norm | None = None,
-        parallel: bool = False,
+        is_parallel: bool = False,
         residual_scale: float = 1.0,
     ):
         """Makes the block.
@@ -56,7 +57,7 @@ class Block(nnx.Module):
             mlp_norm: The norm before the feed-forward half.
             mlp: The feed-forward half, or experts.
             post_mlp_norm: The norm of its output.
-            parallel: True if both halves take the input of the block.
+            is_parallel: True if both halves take the input of the block.
             residual_scale: The factor of each half's output, before it is added.
         """
         self.attention_norm = attention_norm
@@ -65,7 +66,7 @@ class Block(nnx.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.post_mlp_norm = post_mlp_norm
-        self.parallel = parallel
+        self.is_parallel = is_parallel
         self.residual_scale = residual_scale
 
     def __call__(
@@ -75,11 +76,12 @@ class Block(nnx.Module):
         x_TD, normed_TD = keep_and_norm(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         attended_TD = self._scale(_apply(self.post_attention_norm, attended_TD))
-        if not self.parallel and self.post_mlp_norm is None and self.residual_scale == 1.0:
-            output_TD = add_and_feed(self.mlp_norm, self.mlp, x_TD, attended_TD)
+        if not self.is_parallel and self.post_mlp_norm is None:
+            factor = self.residual_scale
+            output_TD = add_and_feed(self.mlp_norm, self.mlp, x_TD, attended_TD, factor)
             if output_TD is not None:
                 return output_TD, layer_pages
-        if self.parallel:
+        if self.is_parallel:
             added_TD = x_TD + attended_TD
             entering_TD = normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD)
         else:
@@ -156,7 +158,6 @@ class Decoder(FamilyModule):
     ignored: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
     OVERFLOWS_FLOAT16: ClassVar[bool] = False
     names: ClassVar[ModuleNames] = ModuleNames()
-    head_bias: ClassVar[bool] = False  # True if logits have biases
     # Returns a norm of hidden states, of the kind that the family has, of a config and a scope.
     make_norm: ClassVar[Callable[..., Norm]] = staticmethod(rms_norm)
     # True if vectors may take the place of tokens. In a family with a `__call__` of its own it is
@@ -230,8 +231,8 @@ class Decoder(FamilyModule):
 
     @classmethod
     def has_head_bias(cls, config: Any) -> bool:
-        """Returns whether logits have biases, which in some families the config says."""
-        return cls.head_bias
+        """Returns whether logits have biases."""
+        return False
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext

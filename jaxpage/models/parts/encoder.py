@@ -67,7 +67,7 @@ class Encoder(FamilyModule):
             self.make_block(config, index, at / f"{self.layers_name}.{index}")
             for index in range(config.num_layers)
         )
-        self.norm: Any = self.make_norm(config, at)
+        self.norm: Any = self.make_final_norm(config, at)
         self.head = self.make_head(config, Scope("", dtype)) if config.scores_pairs else None
 
     @classmethod
@@ -96,7 +96,7 @@ class Encoder(FamilyModule):
         """Returns the head of a model that scores pairs."""
 
     @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Any | None:
+    def make_final_norm(cls, config: Any, at: Scope) -> Any | None:
         """Returns the norm after the last layer; None if there is none."""
         return None
 

@@ -118,8 +118,8 @@ def make_experts(
     experts = Experts(
         up, down, activation=activation, swiglu=spec.swiglu, scales_input=spec.scales_input
     )
-    rated = _make_router(spec.routing, hidden_size, names, layer, dtype)
-    return MixtureOfExperts(rated, experts, hidden_size, shared=shared, latent=latent, dtype=dtype)
+    router = _make_router(spec.routing, hidden_size, names, layer, dtype)
+    return MixtureOfExperts(router, experts, hidden_size, shared=shared, latent=latent, dtype=dtype)
 
 
 def _make_router(

@@ -93,6 +93,23 @@ class ModuleNames:
 
 
 @dataclass(frozen=True)
+class NormNames:
+    """Holds the names of the norms of a layer, each as the argument of `Block`; None for none.
+
+    Attributes:
+        attention_norm: The norm before attention.
+        mlp_norm: The norm before the feed-forward half.
+        post_attention_norm: The norm of the output of attention.
+        post_mlp_norm: The norm of the output of the feed-forward half.
+    """
+
+    attention_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    post_attention_norm: str | None = None
+    post_mlp_norm: str | None = None
+
+
+@dataclass(frozen=True)
 class AttentionNames:
     """Holds the names of the products of attention.
 
@@ -129,6 +146,21 @@ class MLPNames:
     up: str | None = "up_proj"
     down: str = "down_proj"
     fused: str | None = "gate_up_proj"
+
+
+@dataclass(frozen=True)
+class PlainNames:
+    """Holds the names of a feed-forward half without gates.
+
+    Attributes:
+        up: The first product.
+        down: The second product.
+        module: The half, in its layer.
+    """
+
+    up: str
+    down: str
+    module: str = "mlp"
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,9 @@ class QwenVision(vision_tower.VisionTower):
         return Embedding(rows, config.width, name=at.name, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return mlp.plain_mlp(config.tower, at, "fc1", "fc2")
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer; see `Llama.make_mlp`."""
+        return mlp.plain_mlp(config.tower, layer / "mlp", "fc1", "fc2")
 
     @classmethod
     def make_block(
@@ -119,7 +119,7 @@ class QwenVision(vision_tower.VisionTower):
                 max_patches=(config.window * config.block) ** 2 if has_windows else None,
             ),
             cls.make_norm(config.tower, at / "norm2"),
-            cls.make_mlp(config, at / "mlp"),
+            cls.make_mlp(config, index, at),
         )
 
     @classmethod
@@ -239,9 +239,9 @@ class Qwen2_5Vision(QwenVision, config=qwen_config.Qwen2_5VisionConfig):
     make_norm = staticmethod(norms.rms_norm)
 
     @classmethod
-    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return mlp.gated_mlp(config.tower, at)
+        return mlp.gated_mlp(config.tower, layer / "mlp")
 
 
 class Qwen3Vision(QwenVision, config=qwen_config.Qwen3VisionConfig):
@@ -251,9 +251,9 @@ class Qwen3Vision(QwenVision, config=qwen_config.Qwen3VisionConfig):
     merger_names = ("norm", "linear_fc1", "linear_fc2")
 
     @classmethod
-    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return mlp.plain_mlp(config.tower, at, "linear_fc1", "linear_fc2")
+        return mlp.plain_mlp(config.tower, layer / "mlp", "linear_fc1", "linear_fc2")
 
 
 class Qwen3_5Vision(Qwen3Vision, config=qwen_config.Qwen3_5VisionConfig):

@@ -13,19 +13,20 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.encoding import encode
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.pair_scores import SCORE_PATHS
+from jaxpage.serving.wire.rerank import RERANK_PATHS
 from jaxpage.settings.argument_checks import show
 
 # The paths that a line may name. The server answers them with one JSON object.
 URLS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
+    *(path for dialect in DIALECTS for path in dialect.batch_paths),
     "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
+    SCORE_PATHS[0],
+    RERANK_PATHS[0],
 )
 MAX_CUSTOM_ID_CHARACTERS = 512
 _FIELDS = {"custom_id", "method", "url", "body"}

@@ -8,8 +8,8 @@ of the server knows no dialect by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from jaxpage.serving.requests.response_store import OwnerResponses
 from jaxpage.serving.wire.context import ModelContext
@@ -61,10 +61,10 @@ class ListedModel(NamedTuple):
 
 
 class ModelList(NamedTuple):
-    """Says how an API lists models.
+    """Is a path that lists models.
 
     Attributes:
-        is_of_loaded: True if it has those models only that are loaded.
+        is_of_loaded: True if the list has those models only that are loaded.
         write: Returns the answer.
     """
 
@@ -85,6 +85,74 @@ class Stay(NamedTuple):
     unload: Callable[[str], dict[str, Any]] | None = None
 
 
+class GenerationPath(NamedTuple):
+    """Is a path whose requests generate.
+
+    Attributes:
+        open: Opens a request.
+        operation: What it does, as the semantic conventions of OpenTelemetry for generative AI call
+            it.
+        is_for_batches: True if lines of a batch may name it.
+    """
+
+    open: Callable[[Body, ModelContext], Exchange]
+    operation: str = "chat"
+    is_for_batches: bool = False
+
+
+class ConversationPath(NamedTuple):
+    """Is a path whose requests generate, and may go on from a stored answer.
+
+    The answers are below the path. For the other attributes see `GenerationPath`.
+
+    Attributes:
+        open: Opens a request.
+    """
+
+    open: Callable[[Body, ModelContext, OwnerResponses], Exchange]
+    operation: str = "chat"
+    is_for_batches: bool = False
+
+
+class VectorsPath(NamedTuple):
+    """Is a path whose requests want embeddings.
+
+    Attributes:
+        open: Opens a request.
+        operation: See `GenerationPath`.
+    """
+
+    open: Callable[[Body, ModelContext], EmbeddingAnswer]
+    operation: str = "embeddings"
+
+
+class TransformPath(NamedTuple):
+    """Is a path whose requests are answered without the engine.
+
+    Attributes:
+        answer: Makes the answer.
+        description: How it describes a model, which then need not be loaded; None if the path does
+            something else.
+    """
+
+    answer: Callable[[Body, ModelContext], Transformed]
+    description: Description | None = None
+
+
+class VersionPath(NamedTuple):
+    """Is a path that tells clients a version.
+
+    Attributes:
+        version: The version.
+    """
+
+    version: str
+
+
+PathKind = GenerationPath | ConversationPath | VectorsPath | TransformPath | ModelList | VersionPath
+_Kind = TypeVar("_Kind", bound=PathKind)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamForm:
     """Says how an API writes a stream.
@@ -94,12 +162,36 @@ class StreamForm:
         end: The bytes that end a stream.
         media_type: The media type.
         comment: Bytes without meaning, which keep a silent stream open.
+        is_default: True if a request streams that does not say whether it does.
+        fail: Makes the last parts of a stream that fails, of the error and of the exchange, if that
+            was opened; None if they are the body of an error.
     """
 
     new_frame: Callable[[], Frame]
     end: bytes = b""
     media_type: str = "text/event-stream; charset=utf-8"
     comment: bytes = COMMENT
+    is_default: bool = False
+    fail: Callable[[ApiError, Exchange | None], list[dict[str, Any]]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientHabits:
+    """Says what the clients of an API do that those of OpenAI's do not.
+
+    Attributes:
+        key_header: A header that may have the API key in place of `Authorization`; empty for none.
+        id_header: A header of answers that has the id of the request as well; empty for none.
+        takes_any_media_type: True if they may send JSON under any media type.
+        plain_name: Returns the name of a model without what they add to it.
+        read_stay: Reads how long a request, of this path and body, wants its model to stay.
+    """
+
+    key_header: bytes = b""
+    id_header: str = ""
+    takes_any_media_type: bool = False
+    plain_name: Callable[[str], str] = str
+    read_stay: Callable[[str, Body], Stay] = lambda path, body: Stay()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,54 +200,19 @@ class Dialect:
 
     Attributes:
         beginnings: Its paths, or what they begin with if it ends with a slash.
-        error: Makes the body of an answer of an error.
-        fail: Makes the last parts of a stream that fails, of the error and of the exchange, if that
-            was opened; None if they are the body of an error.
-        stream: How its streams are written.
-        streams_by_default: True if a request streams that does not say whether it does.
-        exchanges: What opens a request that generates, by path.
-        conversations: What opens a request that may go on from a stored answer, by path; the
-            answers are below that path.
-        transforms: What answers a request without the engine, by path.
-        vectors: What opens a request for embeddings, by path.
-        descriptions: Those of the transforms that describe a model, which need not be loaded.
-        lists: How models are listed, by path.
-        operations: What the paths of `exchanges`, `conversations` and `vectors` do, as the semantic
-            conventions of OpenTelemetry for generative AI call it, such as "chat".
-        versions: The version that clients are told, by path.
+        paths: What each path does.
         document: What the OpenAPI document says.
-        key_header: A header that may have the API key in place of `Authorization`; empty for none.
-        id_header: A header of answers that has the id of the request as well; empty for none.
-        takes_any_media_type: True if JSON may be sent under any media type.
-        plain_name: Returns the name of a model without what the API's clients add to it.
-        read_stay: Reads how long a request, of this path and body, wants its model to stay.
+        stream: How its streams are written.
+        error: Makes the body of an answer of an error.
+        habits: What its clients do that those of OpenAI's do not.
     """
 
     beginnings: tuple[str, ...]
-    error: Callable[[ApiError], dict[str, Any]] = ApiError.body
-    fail: Callable[[ApiError, Exchange | None], list[dict[str, Any]]] | None = None
-    stream: StreamForm
-    streams_by_default: bool = False
-    exchanges: Mapping[str, Callable[[Body, ModelContext], Exchange]] = field(default_factory=dict)
-    conversations: Mapping[str, Callable[[Body, ModelContext, OwnerResponses], Exchange]] = field(
-        default_factory=dict
-    )
-    transforms: Mapping[str, Callable[[Body, ModelContext], Transformed]] = field(
-        default_factory=dict
-    )
-    vectors: Mapping[str, Callable[[Body, ModelContext], EmbeddingAnswer]] = field(
-        default_factory=dict
-    )
-    descriptions: Mapping[str, Description] = field(default_factory=dict)
-    lists: Mapping[str, ModelList] = field(default_factory=dict)
-    operations: Mapping[str, str]
-    versions: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, PathKind]
     document: DialectDocument
-    key_header: bytes = b""
-    id_header: str = ""
-    takes_any_media_type: bool = False
-    plain_name: Callable[[str], str] = str
-    read_stay: Callable[[str, Body], Stay] = lambda path, body: Stay()
+    stream: StreamForm
+    error: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    habits: ClientHabits = ClientHabits()
 
     def has(self, path: str) -> bool:
         """Returns whether a path belongs to the API."""
@@ -164,6 +221,34 @@ class Dialect:
             for beginning in self.beginnings
         )
 
+    def paths_of(self, kind: type[_Kind]) -> dict[str, _Kind]:
+        """Returns the paths of a kind."""
+        return {path: entry for path, entry in self.paths.items() if isinstance(entry, kind)}
+
+    @property
+    def operations(self) -> dict[str, str]:
+        """Returns what the paths do that use the engine; see `GenerationPath`."""
+        return {
+            path: entry.operation
+            for path, entry in self.paths.items()
+            if isinstance(entry, GenerationPath | ConversationPath | VectorsPath)
+        }
+
+    @property
+    def descriptions(self) -> dict[str, Description]:
+        """Returns how paths describe a model, of those that do."""
+        transforms = self.paths_of(TransformPath).items()
+        return {path: each.description for path, each in transforms if each.description is not None}
+
+    @property
+    def batch_paths(self) -> list[str]:
+        """Returns the paths that lines of a batch may name."""
+        return [
+            path
+            for path, entry in self.paths.items()
+            if isinstance(entry, GenerationPath | ConversationPath) and entry.is_for_batches
+        ]
+
     def failure_chunks(self, error: ApiError, exchange: Exchange | None) -> list[dict[str, Any]]:
         """Returns the chunks that end a stream that fails.
 
@@ -171,11 +256,12 @@ class Dialect:
             error: The error.
             exchange: The request and its answer; None if it was not read yet.
         """
-        return [self.error(error)] if self.fail is None else self.fail(error, exchange)
+        fail = self.stream.fail
+        return [self.error(error)] if fail is None else fail(error, exchange)
 
     def is_for_stream(self, path: str, body: Body) -> bool:
         """Returns whether a request of this path and body asks for a stream."""
         value = body.get("stream")
-        is_requested = self.streams_by_default if value is None else value is True
-        generates = path in self.exchanges or path in self.conversations
+        is_requested = self.stream.is_default if value is None else value is True
+        generates = isinstance(self.paths.get(path), GenerationPath | ConversationPath)
         return generates and is_requested

@@ -9,7 +9,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from jaxpage.serving.dialects.dialect import Dialect, StreamForm
+from jaxpage.serving.dialects.dialect import (
+    ClientHabits,
+    Dialect,
+    GenerationPath,
+    StreamForm,
+    TransformPath,
+)
 from jaxpage.serving.dialects.messages_body import NAMES, translate
 from jaxpage.serving.dialects.messages_fields import (
     DOCUMENT,
@@ -20,7 +26,7 @@ from jaxpage.serving.dialects.translating import AnswerBlock, InBlocks
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import name_events
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.tokenizing import Transformed, count_prompt
 
@@ -28,7 +34,6 @@ from jaxpage.serving.wire.tokenizing import Transformed, count_prompt
 _SIGNATURE = "bm90IHNpZ25lZA=="
 
 
-@quotes
 def open_message(body: dict[str, Any], context: ModelContext) -> MessageAnswer:
     """Returns the exchange of a request to POST /v1/messages.
 
@@ -39,7 +44,6 @@ def open_message(body: dict[str, Any], context: ModelContext) -> MessageAnswer:
     return MessageAnswer(request, context, ignored)
 
 
-@quotes
 def count_tokens(body: dict[str, Any], context: ModelContext) -> Transformed:
     """Returns the number of tokens of the prompt that a message would have.
 
@@ -203,10 +207,10 @@ DIALECT = Dialect(
     beginnings=("/v1/messages",),
     error=_write_error,
     stream=StreamForm(new_frame=name_events),
-    exchanges={"/v1/messages": open_message},
-    transforms={"/v1/messages/count_tokens": count_tokens},
-    operations={"/v1/messages": "chat"},
+    paths={
+        "/v1/messages": GenerationPath(open_message),
+        "/v1/messages/count_tokens": TransformPath(count_tokens),
+    },
     document=DOCUMENT,
-    key_header=b"x-api-key",
-    id_header="request-id",
+    habits=ClientHabits(key_header=b"x-api-key", id_header="request-id"),
 )

@@ -10,7 +10,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jaxpage.serving.dialects.dialect import Description, Dialect, ModelList, Stay, StreamForm
+from jaxpage.serving.dialects.dialect import (
+    ClientHabits,
+    Description,
+    Dialect,
+    GenerationPath,
+    ModelList,
+    Stay,
+    StreamForm,
+    TransformPath,
+    VectorsPath,
+    VersionPath,
+)
 from jaxpage.serving.dialects.ollama_answers import (
     OllamaAnswer,
     OllamaLoaded,
@@ -45,7 +56,7 @@ from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
 from jaxpage.serving.wire.encoding import lines
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
 from jaxpage.serving.wire.reading import is_neutral, read
 from jaxpage.serving.wire.templates import may_reason
@@ -60,7 +71,6 @@ _OPTIONS = names_in("ollama")
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 
 
-@quotes
 def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswer | OllamaLoaded:
     """Returns the exchange of a request to POST /api/chat.
 
@@ -102,7 +112,6 @@ def _tools(request: OllamaChatRequest, context: ModelContext) -> dict[str, Any]:
     return {"tools": tools}
 
 
-@quotes
 def open_ollama_generate(
     body: dict[str, Any], context: ModelContext
 ) -> OllamaAnswer | OllamaLoaded:
@@ -130,7 +139,6 @@ def open_ollama_generate(
     return OllamaAnswer(open_chat, requested, context, request, ignored, names)
 
 
-@quotes
 def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
     """Returns the `EmbeddingAnswer` of a request to POST /api/embed.
 
@@ -149,7 +157,6 @@ def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingA
     )
 
 
-@quotes
 def open_ollama_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
     """Returns the `EmbeddingAnswer` of a request to POST /api/embeddings.
 
@@ -186,7 +193,6 @@ def _embedding(
     return answer
 
 
-@quotes
 def show_ollama(
     body: dict[str, Any], context: ModelContext, about: Mapping[str, Any] | None = None
 ) -> Transformed:
@@ -211,7 +217,7 @@ def _with_served_name(body: dict[str, Any], context: ModelContext) -> dict[str, 
     """Returns the request with the name by which the model is served."""
     name = body.get("model")
     if isinstance(name, str) and name not in (*context.model_names, *context.adapters):
-        return {**body, "model": DIALECT.plain_name(name)}
+        return {**body, "model": DIALECT.habits.plain_name(name)}
     return body
 
 
@@ -299,29 +305,30 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/api/",),
     error=_write_error,
-    # White space may precede the JSON of a line, and a line always follows.
-    stream=StreamForm(new_frame=lines, media_type="application/x-ndjson", comment=b" "),
-    streams_by_default=True,
-    exchanges={"/api/chat": open_ollama_chat, "/api/generate": open_ollama_generate},
-    vectors={"/api/embed": open_ollama_embed, "/api/embeddings": open_ollama_embeddings},
-    transforms={"/api/show": show_ollama},
-    descriptions={"/api/show": Description(about_ollama, show_ollama)},
-    lists={
+    stream=StreamForm(
+        new_frame=lines,
+        media_type="application/x-ndjson",
+        # White space may precede the JSON of a line, and a line always follows.
+        comment=b" ",
+        is_default=True,
+    ),
+    paths={
+        "/api/chat": GenerationPath(open_ollama_chat),
+        "/api/generate": GenerationPath(open_ollama_generate, "text_completion"),
+        "/api/embed": VectorsPath(open_ollama_embed),
+        "/api/embeddings": VectorsPath(open_ollama_embeddings),
+        "/api/show": TransformPath(show_ollama, Description(about_ollama, show_ollama)),
         "/api/tags": ModelList(is_of_loaded=False, write=write_tags),
         "/api/ps": ModelList(is_of_loaded=True, write=write_loaded),
+        "/api/version": VersionPath(OLLAMA_VERSION),
     },
-    operations={
-        "/api/chat": "chat",
-        "/api/generate": "text_completion",
-        "/api/embed": "embeddings",
-        "/api/embeddings": "embeddings",
-    },
-    versions={"/api/version": OLLAMA_VERSION},
     document=DOCUMENT,
-    # Ollama takes JSON under any media type, and its clients and the curl lines of its
-    # documentation rely on this.
-    takes_any_media_type=True,
-    # Clients add a tag to the name, which is "latest" if the user gave none.
-    plain_name=lambda name: name.removesuffix(":latest"),
-    read_stay=_read_stay,
+    habits=ClientHabits(
+        # Ollama takes JSON under any media type, and its clients and the curl lines of its
+        # documentation rely on this.
+        takes_any_media_type=True,
+        # Clients add a tag to the name, which is "latest" if the user gave none.
+        plain_name=lambda name: name.removesuffix(":latest"),
+        read_stay=_read_stay,
+    ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.serving.dialects.dialect import Dialect, StreamForm
+from jaxpage.serving.dialects.dialect import Dialect, GenerationPath, StreamForm
 from jaxpage.serving.wire.encoding import event, plain_events
 from jaxpage.serving.wire.exchange import open_chat, open_completion, open_generate
 from jaxpage.serving.wire.generate import ROLLOUT, GenerateRequest
@@ -68,15 +68,10 @@ DOCUMENT = DialectDocument(
 DIALECT = Dialect(
     beginnings=("/v1/completions", "/v1/chat/completions", "/v1/generate"),
     stream=StreamForm(new_frame=plain_events, end=event(b"[DONE]")),
-    exchanges={
-        "/v1/completions": open_completion,
-        "/v1/chat/completions": open_chat,
-        "/v1/generate": open_generate,
-    },
-    operations={
-        "/v1/completions": "text_completion",
-        "/v1/chat/completions": "chat",
-        "/v1/generate": "text_completion",
+    paths={
+        "/v1/chat/completions": GenerationPath(open_chat, is_for_batches=True),
+        "/v1/completions": GenerationPath(open_completion, "text_completion", is_for_batches=True),
+        "/v1/generate": GenerationPath(open_generate, "text_completion"),
     },
     document=DOCUMENT,
 )

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.dialects.dialect import Dialect, StreamForm
+from jaxpage.serving.dialects.dialect import ConversationPath, Dialect, StreamForm
 from jaxpage.serving.dialects.responses_fields import DOCUMENT, ResponsesRequest
 from jaxpage.serving.dialects.responses_items import ChatMessage, encode_reasoning
 from jaxpage.serving.dialects.responses_requests import (
@@ -29,7 +29,7 @@ from jaxpage.serving.requests.response_store import (
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import encode_parts, number_events
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.relaxing import name_paths
@@ -37,7 +37,6 @@ from jaxpage.serving.wire.relaxing import name_paths
 _PREFIXES = {"reasoning": "rs", "content": "msg", "function": "fc", "custom": "ctc"}
 
 
-@quotes
 def open_response(
     body: dict[str, Any], context: ModelContext, responses: OwnerResponses = KEEPS_NOTHING
 ) -> ResponseAnswer:
@@ -322,9 +321,7 @@ def _fail(error: ApiError, exchange: Exchange | None) -> list[dict[str, Any]]:
 
 DIALECT = Dialect(
     beginnings=("/v1/responses",),
-    fail=_fail,
-    stream=StreamForm(new_frame=number_events),
-    conversations={"/v1/responses": open_response},
-    operations={"/v1/responses": "chat"},
+    stream=StreamForm(new_frame=number_events, fail=_fail),
+    paths={"/v1/responses": ConversationPath(open_response, is_for_batches=True)},
     document=DOCUMENT,
 )

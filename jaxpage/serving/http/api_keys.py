@@ -50,7 +50,7 @@ class ApiKeys:
     def _has_key(self, scope: Scope) -> bool:
         """Returns whether a request has a key, and notes the owner."""
         values = [value for name, value in scope["headers"] if name == b"authorization"]
-        if not values and (header := dialect_of(scope["path"]).key_header):
+        if not values and (header := dialect_of(scope["path"]).habits.key_header):
             values = [b"Bearer " + value for name, value in scope["headers"] if name == header]
         scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer":

@@ -79,7 +79,7 @@ class Envelope:
             if message["type"] == "http.response.start":
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
-                if id_header := dialect_of(scope["path"]).id_header:
+                if id_header := dialect_of(scope["path"]).habits.id_header:
                     answer[id_header] = request_id
                 answer["x-content-type-options"] = "nosniff"
                 # The rest of the input is not read, so no request can follow.

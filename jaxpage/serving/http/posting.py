@@ -39,7 +39,7 @@ async def json_body(scope: Scope, receive: Receive) -> bytes:
     """Returns the body of a request, or raises ApiError if it may not be JSON."""
     request = Request(scope, receive)
     check_is_plain(request.headers)
-    if dialect_of(scope["path"]).takes_any_media_type:
+    if dialect_of(scope["path"]).habits.takes_any_media_type:
         # A page of another site may send a body of a simple media type without asking, so the
         # origin is checked.
         check_origin(request.headers)

@@ -21,7 +21,7 @@ from jaxpage.serving.requests.preparing import Preparing
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import LOAD_SECONDS
 from jaxpage.serving.wire.rerank import PairAnswer
 
@@ -76,7 +76,7 @@ class EmbeddingRequests:
         """
         async with self._driver.in_time(arrived):
             requested = await self._preparing.run(
-                lambda: opened(parse_object(raw), self._context), len(raw)
+                lambda: quotes(opened)(parse_object(raw), self._context), len(raw)
             )
             record_of(scope).opened(requested)
             if isinstance(requested, EmbeddingAnswer):

@@ -16,7 +16,7 @@ from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.table import ModelTable
 from jaxpage.serving.startup import describe_context
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.settings.argument_checks import show
 
 
@@ -66,7 +66,7 @@ class ShownModels:
             tokenizer=None,
             strict_requests=entry.server.strict_requests,
         )
-        answer = self._description.answer(body, context, about)
+        answer = quotes(self._description.answer)(body, context, about)
         return json_answer(answer.body, headers=make_ignored_header(answer.ignored_fields))
 
     def _read(self, entry: ModelEntry) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -21,7 +19,13 @@ from jaxpage.driver import SLEEP_LEVELS, AsyncDriver
 from jaxpage.errors import DeadlineExceeded, JaxpageError
 from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS, version_route
 from jaxpage.serving.batches.jobs import open_batches
-from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
+from jaxpage.serving.dialects.dialect import (
+    ConversationPath,
+    Dialect,
+    ListedModel,
+    ModelList,
+    VersionPath,
+)
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
 from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import json_answer
@@ -89,7 +93,7 @@ class Switchboard:
         self.metrics = ServerMetrics("")
         self._table = table
         self._entries = entries
-        self._seconds = config.request_timeout_seconds or math.inf
+        self._seconds = config.request_timeout_seconds or None
         self._models = models_by_name(entries)
         self._created = int(time.time())
         # The length of each model that was ever loaded.
@@ -153,11 +157,14 @@ class Switchboard:
         for path, description in dialect.descriptions.items():
             shown = ShownModels(self._table, self._entries, description)
             yield post_route(path, partial(self._describe, shown))
-        for path, model_list in dialect.lists.items():
-            yield Route(path, partial(self._list_of, model_list))
-        for path in dialect.conversations:
-            yield from StoredResponses(path, self.responses).routes
-        yield from itertools.starmap(version_route, dialect.versions.items())
+        for path, entry in dialect.paths.items():
+            match entry:
+                case ModelList():
+                    yield Route(path, partial(self._list_of, entry))
+                case ConversationPath():
+                    yield from StoredResponses(path, self.responses).routes
+                case VersionPath(version):
+                    yield version_route(path, version)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Waits for the model of a request, and has its server answer."""
@@ -206,9 +213,8 @@ class Switchboard:
             ApiError: The model cannot be loaded.
             DeadlineExceeded: It was not there in the time of a request.
         """
-        left = None if math.isinf(self._seconds) else self._seconds
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(self._seconds):
                 model = await leases.enter_async_context(self._table.lease(name, keep_alive))
         except TimeoutError:
             raise DeadlineExceeded(
@@ -226,9 +232,13 @@ class Switchboard:
         name = self._name_in(body)
         dialect = dialect_of(path)
         if name not in self._models:
-            name = dialect.plain_name(name)
-        stay = dialect.read_stay(path, body)
-        return ModelRequest(self._find_model(name), name, stay, dialect.is_for_stream(path, body))
+            name = dialect.habits.plain_name(name)
+        return ModelRequest(
+            self._find_model(name),
+            name,
+            dialect.habits.read_stay(path, body),
+            dialect.is_for_stream(path, body),
+        )
 
     def _name_in(self, body: Mapping[str, Any]) -> str:
         """Returns the name in a request, which may be missing if there is one model."""
@@ -246,9 +256,9 @@ class Switchboard:
 
     def _find_model(self, name: str) -> str:
         """Returns the model that a request names, by its name or that of an adapter of it."""
-        if (model := self._models.get(name)) is None:
+        if name not in self._models:
             raise unknown_model(name, self._models)
-        return model
+        return self._models[name]
 
     # Routes for administrators.
 
@@ -388,4 +398,4 @@ class Switchboard:
     async def _index(self, request: Request) -> Response:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]
         about = {"name": "jaxpage", "version": __version__, "models": list(self._entries)}
-        return json_answer({**about, "paths": paths})
+        return json_answer(about | {"paths": paths})

@@ -12,8 +12,8 @@ from jaxpage.chat_forms import AnswerPiece, PieceParser
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.logprobs import TextOffsets, chat_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.reasoning_tokens import ReasoningTokens
@@ -28,7 +28,6 @@ from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
-@quotes
 def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     """Returns the exchange of a request to POST /v1/chat/completions.
 
@@ -61,7 +60,7 @@ def _params(
     request: ChatCompletionRequest, context: ModelContext, tools: ToolUse, prompt: str
 ) -> tuple[SamplingParams | BeamSearchParams, tuple[str, ...]]:
     """Returns the engine's parameters, and the path of a field that has no effect."""
-    max_tokens = request.max_new_tokens
+    max_tokens = request.max_completion_tokens or request.max_tokens
     if not request.use_beam_search:
         changes, idle = tools.changes(request, context, prompt)
         return sampling_params(request, context, max_tokens=max_tokens, **changes), idle
@@ -93,7 +92,7 @@ class ChatAnswer(Answer):
         self._format_of_tools = tools.parameter
         self._is_named = tools.name is not None
         self._new_reader = self._readers(prompt_request, context, tools)
-        self._texts = TokenTexts(context.tokenizer)
+        self._texts = context.token_texts
         self._usage.num_reasoning = {}
         self._readers_by_choice: dict[int, _Reader] = {}  # used by streams only
         self._num_computed = 0  # the tokens of the prompt, as far as a stream has said

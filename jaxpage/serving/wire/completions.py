@@ -9,8 +9,8 @@ from typing import Any
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
+from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.logprobs import Entries, TextOffsets, completion_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import CompletionRequest
@@ -25,7 +25,6 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 DEFAULT_MAX_TOKENS = 16
 
 
-@quotes
 def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAnswer:
     """Returns the exchange of a request to POST /v1/completions.
 
@@ -155,7 +154,7 @@ class CompletionAnswer(Answer):
         ignored: tuple[str, ...],
     ):
         super().__init__(request, context, prompts, ignored)
-        self._texts = TokenTexts(context.tokenizer)
+        self._texts = context.token_texts
         self._begun: set[int] = set()  # the choices of a stream that have had a chunk
         self._prompt_logprobs: dict[int, Entries] = {}  # by prompt; a stream brings them once
         self._offsets: dict[int, TextOffsets] = {}  # by choice

@@ -16,6 +16,7 @@ from jaxpage.engine.texts import (
 )
 from jaxpage.images import PictureProcessor
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.logprobs import TokenTexts
 from jaxpage.serving.wire.model_card import ModelCard
 from jaxpage.settings.argument_checks import close_names, show
 from jaxpage.settings.lora_request import LoRARequest
@@ -148,9 +149,23 @@ class ModelContext:
             if token.special or str(token) in named
         }
 
-    def has_special_marks(self, marks: Iterable[str]) -> bool:
-        """Returns whether leaving out special tokens would leave out any of these marks."""
-        return any(token in mark for mark in marks for token in self.special_tokens)
+    @functools.cached_property
+    def has_special_marks(self) -> tuple[bool, bool]:
+        """Returns whether leaving out special tokens would leave out marks of the model's answers.
+
+        The first value is for answers without tools, the second one for those with tools.
+        """
+
+        def is_special(marks: Iterable[str]) -> bool:
+            return any(token in mark for mark in marks for token in self.special_tokens)
+
+        form = self.chat_format
+        return is_special(form.markers(with_tools=False)), is_special(form.markers(with_tools=True))
+
+    @functools.cached_property
+    def token_texts(self) -> TokenTexts:
+        """Returns what gives tokens their names."""
+        return TokenTexts(self.tokenizer)
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:

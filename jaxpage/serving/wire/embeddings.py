@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jaxpage.engine.texts import TextEmbedding
 from jaxpage.errors import CheckpointError
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
+from jaxpage.serving.wire.errors import ApiError, as_api_error
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import EmbeddingRequest
@@ -101,7 +101,6 @@ class EmbeddingAnswer:
         return written
 
 
-@quotes
 def open_embeddings(
     body: dict[str, Any], context: ModelContext, kind: type[EmbeddingAnswer] = EmbeddingAnswer
 ) -> EmbeddingAnswer:

@@ -187,7 +187,11 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
 
 
 def quotes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorates a function whose first argument is a request, so that its errors quote it."""
+    """Returns a function whose first argument is a request, with errors that quote the request.
+
+    Who reads a client's request calls what reads it so. A dialect translates the request before,
+    and its client knows the parts of its own.
+    """
 
     @functools.wraps(function)
     def call_wrapped(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:

@@ -107,6 +107,8 @@ OF_TRUNCATION = (
     Field("truncate", neutral=(False,)),
     Field("truncation", neutral=(False,)),
 )
+# A list in one of these is the token ids of a prompt, or several prompts.
+PROMPTS = frozenset({"prompt", "prompt_token_ids", "continuation", "input"})
 # A request with one of these may have prompts that are too long, which are cut.
 TRUNCATING = frozenset({"truncate_prompt_tokens", "truncate", "truncation"})
 # These ask for nothing, whatever their value is.

@@ -17,7 +17,7 @@ from pydantic import Field
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpage.serving.wire.answering import Answer
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import (
     Items,
     ModelName,
@@ -94,7 +94,6 @@ class GenerateRequest(with_parameters("rollouts", RolloutRequest)):  # type: ign
         return self.logprobs  # type: ignore[no-any-return]
 
 
-@quotes
 def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer:
     """Returns the exchange of a request to POST /v1/generate.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpage.engine.texts import pair_up
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.prompt_request import prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import PairScoreRequest
@@ -48,7 +48,6 @@ class PairScoreAnswer(PairAnswer):
         }
 
 
-@quotes
 def open_pair_scores(body: dict[str, Any], context: ModelContext) -> PairScoreAnswer:
     """Returns the `PairScoreAnswer` of a request to POST /v1/score.
 

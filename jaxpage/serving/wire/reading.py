@@ -11,10 +11,11 @@ from pydantic import ValidationError
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import RequestObject
-from jaxpage.serving.wire.fields import LABELS, TRUNCATING
+from jaxpage.serving.wire.fields import LABELS, PROMPTS, TRUNCATING
 from jaxpage.serving.wire.relaxing import name_paths, relax_schema
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.settings.argument_checks import close_names, show
+from jaxpage.settings.field_table import TOKEN_ID_LISTS
 from jaxpage.settings.from_vllm import answers
 
 Request = TypeVar("Request", bound=RequestObject)
@@ -185,10 +186,10 @@ def _check_length(name: str, value: Any, context: ModelContext, max_length: int)
     """
     if not isinstance(value, list):
         return
-    if name in ("stop_token_ids", "allowed_token_ids") and len(value) > context.vocab_size:
+    if name in TOKEN_ID_LISTS and len(value) > context.vocab_size:
         message = f"{name} has {len(value)} entries; the model has {context.vocab_size} token ids"
         raise ApiError(400, message, param=name)
-    if name not in ("prompt", "prompt_token_ids", "continuation", "input"):
+    if name not in PROMPTS:
         return
     for prompt in (value, *value[: context.limits.max_prompts]):
         if (

@@ -316,22 +316,14 @@ class ChatCompletionRequest(with_parameters("chats", GenerationRequest), Convers
         """Returns the number of most likely tokens whose log probabilities are asked for."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def max_new_tokens(self) -> int | None:
-        """Returns the most tokens of an answer; None for as many as the model has room for."""
-        old: int | None = self.max_tokens
-        return old if self.max_completion_tokens is None else self.max_completion_tokens
-
     def check(self) -> None:
         """Raises ApiError for fields that do not go together."""
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
-        if self.max_tokens is not None and self.max_tokens != self.max_new_tokens:
-            message = (
-                f"max_completion_tokens={self.max_completion_tokens} and "
-                f"max_tokens={self.max_tokens} differ; give one of them"
-            )
+        new, old = self.max_completion_tokens, self.max_tokens  # two names of one thing
+        if None not in (new, old) and new != old:
+            message = f"max_completion_tokens={new} and max_tokens={old} differ; give one of them"
             raise ApiError(400, message, param="max_completion_tokens")
 
 

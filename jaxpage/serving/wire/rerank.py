@@ -22,7 +22,7 @@ from jaxpage.outputs import RequestOutput, TokenPooling
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import check_embeds
-from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
+from jaxpage.serving.wire.errors import ApiError, as_api_error
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import PairScoreRequest, RerankRequest
@@ -158,7 +158,6 @@ class RerankAnswer(PairAnswer):
         }
 
 
-@quotes
 def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
     """Returns the `RerankAnswer` of a request to POST /v1/rerank.
 

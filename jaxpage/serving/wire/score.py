@@ -15,7 +15,7 @@ from jaxpage.engine.calls import (
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
+from jaxpage.serving.wire.errors import ApiError, as_api_error
 from jaxpage.serving.wire.logprobs import limit_logprob
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
@@ -23,7 +23,6 @@ from jaxpage.serving.wire.request_fields import ScoreRequest
 from jaxpage.serving.wire.sampling_request import engine_values
 
 
-@quotes
 def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
     """Returns the exchange of a request to POST /v1/score.
 

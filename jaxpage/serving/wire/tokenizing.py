@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from jaxpage.serving.wire.context import ModelContext, valid_text
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.pictures import RequestedPictures
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
@@ -30,7 +30,6 @@ class Transformed(NamedTuple):
     ignored_fields: tuple[str, ...]
 
 
-@quotes
 def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """Returns the tokens of a text or of a conversation.
 
@@ -115,7 +114,6 @@ def _encode(
     return token_ids
 
 
-@quotes
 def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """Returns the text of tokens, special tokens included.
 

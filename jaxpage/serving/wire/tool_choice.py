@@ -139,8 +139,7 @@ class ToolUse(NamedTuple):
         values: dict[str, Any] = {}
         if (grammar := self.make_structured_outputs(context, prompt)) is not None:
             values["structured_outputs"] = grammar
-        marks = context.chat_format.markers(with_tools=bool(self.callable))
-        if context.has_special_marks(marks):
+        if context.has_special_marks[bool(self.callable)]:
             values["skip_special_tokens"] = False
         return values | budget, idle
 
