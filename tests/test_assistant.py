@@ -61,7 +61,7 @@ def pair(tmp_path_factory: Any) -> Pair:
 def over_keys(
     layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, options: AttentionOptions, /
 ) -> tuple[jax.Array, Any]:
-    """Makes `Attend` of one query over keys and values in a row.
+    """Computes the attention of one query over keys and values in a row.
 
     The query sees the last of a window.
     """

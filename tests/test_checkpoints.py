@@ -45,7 +45,6 @@ from jaxpage.checkpoints import (
 from jaxpage.checkpoints.config_file import eos_token_ids
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.finding.resolve import DEMO, resolve_model_config
-from jaxpage.checkpoints.fitting import check_weights
 from jaxpage.checkpoints.loading import load_sharded
 from jaxpage.checkpoints.opening import weights_bytes
 from jaxpage.checkpoints.safetensors_files import SINGLE
@@ -59,6 +58,7 @@ from tests.support.model_configs import config_json
 from tests.support.published_configs import PUBLISHED
 from tests.support.random_checkpoints import (
     DTYPES,
+    check_weights,
     random_checkpoint,
     random_tensors,
     write_tensors,

@@ -325,7 +325,7 @@ def test_a_layer_has_few_launches(config, num_rows, batch_invariant, maximum):
 
 def test_selection_keeps_its_sums_in_registers():
     findings = compile_case(selection_case(64))
-    assert findings.calls == {"cutoffs": 1, "likeliest": 1} and findings.spilled_bytes == 0
+    assert findings.calls == {"cutoffs": 1, "top_candidates": 1} and findings.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("backend", few(["triton", "mosaic"], ["triton"]))
@@ -372,7 +372,7 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind, backend, 
         "rotate_and_write": written,
         "paged_attention_reduce": reduced * LAYERS,
     }
-    selecting = {"cutoffs", "likeliest"}
+    selecting = {"cutoffs", "top_candidates"}
     calls = {name: number for name, number in findings.calls.items() if name not in selecting}
     assert calls == {name: number for name, number in expected.items() if number}
     if backend == "triton":
@@ -383,7 +383,10 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind, backend, 
         processes_some = BUCKETS[kind].num_processed > PROCESSED_AT_ONCE
         num_loops = 2 * processes_some + (kind in ("several steps", "chunk"))
         assert thunks_text.count("kWhile") == num_loops
-        assert len(re.findall(r"kCustomKernel .* sort", thunks_text)) == findings.calls["likeliest"]
+        assert (
+            len(re.findall(r"kCustomKernel .* sort", thunks_text))
+            == findings.calls["top_candidates"]
+        )
     if kind == "verify":
         tokens = BUCKETS[kind].num_tokens
         logits_bytes = 4 * tokens * LLAMA_3_8B["vocab_size"]

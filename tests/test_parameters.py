@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import convert, load_weights, loading, open_model
-from jaxpage.checkpoints.fitting import LoadPlan, check_weights
+from jaxpage.checkpoints.fitting import LoadPlan
 from jaxpage.checkpoints.loading import insert, load_sharded
 from jaxpage.checkpoints.orbax_files import save_orbax
 from jaxpage.checkpoints.quantization.decoding import columns
@@ -28,7 +28,12 @@ from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.parameters.weights import num_bytes, weights_of
 from jaxpage.models.registry import load_family
 from tests.support.dense import logits_of
-from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
+from tests.support.random_checkpoints import (
+    check_weights,
+    random_checkpoint,
+    random_tensors,
+    write_tensors,
+)
 
 QWEN2: dict[str, Any] = {  # with biases on queries, keys and values
     "architectures": ["Qwen2ForCausalLM"],

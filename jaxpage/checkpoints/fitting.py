@@ -73,7 +73,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Holds which stored tensors fill which parameter; `check_weights` makes it, so that all fits.
+    """Holds which stored tensors fill which parameter; `fit` makes it.
 
     Attributes:
         directory: The directory or file.
@@ -118,25 +118,6 @@ class LoadPlan:
         return max(counts, key=lambda name: counts[name])
 
 
-def check_weights(
-    directory: Path, weights: Sequence[Weight], ignored: Sequence[str] = ()
-) -> LoadPlan:
-    """Fits the checkpoint to `weights`; tensors that match a glob of `ignored` may stay unused.
-
-    Nothing reaches the device.
-
-    Raises:
-        CheckpointError: Something does not fit. The error lists every corrupt file, every missing,
-            unexpected or misshapen tensor, every dtype that weights cannot have, and every tensor
-            that is stored twice with different numbers.
-    """
-    problems = Problems(Path(directory))
-    layout, stored = read_layout(Path(directory), problems)
-    plan = fit(Path(directory), layout, stored, weights, ignored, problems)
-    problems.raise_if_any()
-    return plan
-
-
 def fit(
     directory: Path,
     layout: str,
@@ -148,7 +129,10 @@ def fit(
     compare: bool = True,
     scheme: Scheme | None = None,
 ) -> LoadPlan:
-    """Fits the checkpoint as `check_weights` does, but adds to `problems`.
+    """Fits the checkpoint to `weights`, and adds what does not fit to `problems`.
+
+    That is every missing, unexpected or misshapen tensor, every dtype that weights cannot have, and
+    every tensor that is stored twice with different numbers. Nothing reaches the device.
 
     Args:
         directory: The directory or file.

@@ -129,7 +129,7 @@ class Attention(nnx.Module):
         """Makes the layer.
 
         Args:
-            layer_index: The layer's place in its model.
+            layer_index: The layer of the cache whose pages it reads; see `Attend`.
             projections: The products.
             head_dim: The width of a head (H).
             rope: The rotation of queries and keys; None if there is none.

@@ -42,7 +42,8 @@ class Attend(Protocol):
         Keys come after the rotary embedding. Query head n uses key/value head n // (N / K).
 
         Args:
-            layer_index: The layer's place in its model, which decides its cache group.
+            layer_index: The layer of the cache whose pages are read, which decides the cache
+                group. It is that of another layer of the model where both share keys and values.
             q_TNH: The queries.
             k_TKH: The keys; None where the layer before it with these pages has written them.
             v_TKH: The values; None where they are within the keys (`options.value_width`).

@@ -64,7 +64,7 @@ class GatedConvolution(nnx.Module):
     """Multiplies its input by a gate before a short convolution, and by another after it (LFM2).
 
     Attributes:
-        layer_index: The layer's place in its model.
+        layer_index: The layer of the cache that has its states; see `Attend`.
         spec: The description of the layer.
         input: The product for the gates before the convolution, those after it, and the input.
         output: The product for the output.

@@ -131,7 +131,7 @@ class GatedDeltaNet(nnx.Module):
     """Changes its state by the delta rule, with a decay, and gates its output.
 
     Attributes:
-        layer_index: The layer's place in its model.
+        layer_index: The layer of the cache that has its states; see `Attend`.
         widths: The widths of the heads.
         input: The product for queries, keys and values, and then for the gates of the outputs,
             unless `channels` computes them.

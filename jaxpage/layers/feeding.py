@@ -17,7 +17,7 @@ from jaxpage.layers.quantized import QuantizedLinear
 from jaxpage.layers.trace_scope import trace_scope
 
 
-@jax.named_scope("product")
+@jax.named_scope("matmul")
 def add_and_feed(
     norm: Any,
     mlp: Any,

@@ -103,7 +103,7 @@ class LatentAttention(nnx.Module):
         """Makes the layer.
 
         Args:
-            layer_index: The layer's place in its model.
+            layer_index: The layer of the cache whose pages it reads; see `Attend`.
             projections: The products.
             widths: The widths of the heads and of the latent.
             num_heads: The number of heads.

@@ -99,7 +99,7 @@ class Mamba2(nnx.Module):
     """Changes its state by a scan, and gates its output.
 
     Attributes:
-        layer_index: The layer's place in its model.
+        layer_index: The layer of the cache that has its states; see `Attend`.
         spec: The description of the layer.
         input: The product for gates, then for what is convolved, then for time steps.
         norm: The norm, in groups, or None.

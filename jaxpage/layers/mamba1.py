@@ -75,7 +75,7 @@ class Mamba1(nnx.Module):
     """Convolves its input, changes its state by a scan, and gates its output.
 
     Attributes:
-        layer_index: The place of the states among the layers of the cache.
+        layer_index: The layer of the cache that has its states; see `Attend`.
         convolution_index: The place of the convolution's inputs, which the model decides.
         spec: The description of the layer.
         input: The product for what is convolved, then for gates.

@@ -15,7 +15,7 @@ TOKENS_BY_HEAD = 16  # the tokens of a tile: see `matmul_by_head`
 MIN_SCALE = 2.0**-100  # The scale of a token whose inputs are all zero.
 
 
-@jax.named_scope("product")  # These names are for profiles: see `bench.step_profile`.
+@jax.named_scope("matmul")  # These names are for profiles: see `bench.step_profile`.
 def matmul(
     x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLike | None = None
 ) -> Float[Array, "T O"]:
@@ -52,7 +52,7 @@ def matmul(
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
 
 
-@jax.named_scope("product")
+@jax.named_scope("matmul")
 def finished_matmul(
     x_TI: Float[Array, "T I"],
     weight: StoredWeight,
@@ -114,7 +114,7 @@ def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
     return _kernels().numbers(weight) if isinstance(weight, Grouped) else weight
 
 
-@jax.named_scope("product")
+@jax.named_scope("matmul")
 def matmul_by_head(
     x_TNI: Float[Array, "T N I"], weight: Float[Array, "N _ _"], *, transposed: bool = False
 ) -> Float[Array, "T N _"]:
@@ -173,7 +173,7 @@ def has_matmul_by_group(weight: StoredWeight) -> bool:
     )
 
 
-@jax.named_scope("product")
+@jax.named_scope("matmul")
 def matmul_by_group(
     x_PI: Float[Array, "P I"],
     weight: StoredWeight,

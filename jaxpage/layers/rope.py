@@ -67,7 +67,7 @@ class Angles:
     def split_and_rotate(
         self, x_TF: Float[Array, "T F"], num_keys: int, head_dim: int
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-        """Returns the queries and keys of rows, turned, and the values behind them."""
+        """Returns the queries and keys of rows, rotated, and the values after them."""
         kernels = row_kernels(x_TF.dtype)
         if kernels is not None and not self.interleaved:
             return kernels.split_and_rotate(x_TF, self.cos_TE, self.sin_TE, num_keys, head_dim)

@@ -161,7 +161,7 @@ class Router(nnx.Module):
     def _scale(
         self, weight_TX: Float[Array, "T X"], scores_TE: Float[Array, "T E"]
     ) -> Float[Array, "T X"]:
-        """Returns the weights of the chosen experts, from their odds."""
+        """Returns the weights of the chosen experts, from their scores."""
         routing = self.routing
         if routing.normalized:
             weight_TX = weight_TX / (_total(weight_TX) + routing.epsilon)
@@ -204,10 +204,10 @@ def _scores(logits_TE: Float[Array, "T E"], *, sigmoid: bool) -> Float[Array, "T
 def _best(
     rated_TE: Float[Array, "T E"], scores_TE: Float[Array, "T E"], count: int, *, corrected: bool
 ) -> tuple[Float[Array, "T X"], Int[Array, "T X"]]:
-    """Returns the odds of the experts that are rated highest, and these experts.
+    """Returns the scores of the experts that are rated highest, and these experts.
 
-    The odds are sorted with the ratings, because XLA on CPU computes them again for a gather, with
-    other bits.
+    The scores are sorted with the ratings, because XLA on CPU computes them again for a
+    gather, with other bits.
     """
     if not corrected:
         best_TX, best_expert_TX = jax.lax.top_k(rated_TE, count)

@@ -58,11 +58,11 @@ class RowKernels(NamedTuple):
         rms_norm: Returns rows with an RMS norm, of x, the scale, epsilon and the offset of scales.
         add_and_norm: Returns the sum of x and another array, and `rms_norm` of the sum.
         layer_norm: Returns rows with a layer norm, and the sum of x and another array before it.
-        rotate: Returns x with its pairs turned, of x, cosines and sines.
+        rotate: Returns x with its pairs rotated, of x, cosines and sines.
         split_and_rotate: Returns queries, keys and values of rows that have them, the first two
-            turned, of the rows, cosines, sines, the number of keys and the width of a head.
-        scores: Returns the odds of a router's experts, of the logits; with `sigmoid=True` sigmoids,
-            else exponentials. None where XLA computes them.
+            rotated, of the rows, cosines, sines, the number of keys and the width of a head.
+        scores: Returns the scores of a router's experts, of the logits; with `sigmoid=True`
+            sigmoids, else exponentials. None where XLA computes them.
         weighted_sum: Returns the sum of a token's rows with their weights, of arrays [T, X, D] and
             [T, X]; None like `scores`.
         rotate_pairs: Returns what `rotate` does for pairs that are neighbours; None like `scores`.

@@ -379,11 +379,6 @@ class BlockManager:
         if self.cached is not None:
             self.cached.clear()
 
-    @property
-    def can_swap(self) -> bool:
-        """Returns whether there is a pool of host blocks."""
-        return self.groups[0].swapped.pool is not None
-
     def is_swapped(self, sequence_id: int) -> bool:
         """Returns whether a sequence's blocks are in host memory."""
         return sequence_id in self.groups[0].swapped

@@ -91,15 +91,15 @@ class Bert(encoder.Encoder, config=BertConfig):
         return norms.layer_norm(config, at / "embeddings.LayerNorm")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> PostNormBlock:
         """Returns a layer."""
         return PostNormBlock(
             attention=attention.grouped_query_attention(
-                config, index, at, names=cls.attention_names
+                config, index, layer, names=cls.attention_names
             ),
-            attention_norm=norms.layer_norm(config, at / cls.attention_norm),
-            mlp=mlp.plain_mlp(config, at, "intermediate.dense", "output.dense"),
-            mlp_norm=norms.layer_norm(config, at / "output.LayerNorm"),
+            attention_norm=norms.layer_norm(config, layer / cls.attention_norm),
+            mlp=mlp.plain_mlp(config, layer, "intermediate.dense", "output.dense"),
+            mlp_norm=norms.layer_norm(config, layer / "output.LayerNorm"),
         )
 
     @classmethod
@@ -237,14 +237,14 @@ class NomicBert(Bert, config=NomicBertConfig):
         return norms.layer_norm(config, at / "emb_ln")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> PostNormBlock:
         """Returns a layer."""
         names = AttentionNames("out_proj", fused="Wqkv", in_groups=False)
         return PostNormBlock(
-            attention=attention.grouped_query_attention(config, index, at / "attn", names=names),
-            attention_norm=norms.layer_norm(config, at / "norm1"),
-            mlp=mlp.gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
-            mlp_norm=norms.layer_norm(config, at / "norm2"),
+            attention=attention.grouped_query_attention(config, index, layer / "attn", names=names),
+            attention_norm=norms.layer_norm(config, layer / "norm1"),
+            mlp=mlp.gated_mlp(config, layer / "mlp", names=_NOMIC_MLP),
+            mlp_norm=norms.layer_norm(config, layer / "norm2"),
         )
 
 
@@ -328,15 +328,15 @@ class ModernBert(encoder.Encoder, config=ModernBertConfig):
         return norms.layer_norm(config, at / "final_norm", bias=config.norm_bias)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> Block:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> Block:
         """Returns a layer; the first one has no norm before its attention."""
         names = AttentionNames("Wo", fused="Wqkv", in_groups=False)
         norm = functools.partial(norms.layer_norm, bias=config.norm_bias)
         return Block(
-            attention_norm=norm(config, at / "attn_norm") if index else None,
-            attention=attention.grouped_query_attention(config, index, at / "attn", names=names),
-            mlp_norm=norm(config, at / "mlp_norm"),
-            mlp=mlp.gated_mlp(config, at / "mlp", names=_MODERN_MLP),
+            attention_norm=norm(config, layer / "attn_norm") if index else None,
+            attention=attention.grouped_query_attention(config, index, layer / "attn", names=names),
+            mlp_norm=norm(config, layer / "mlp_norm"),
+            mlp=mlp.gated_mlp(config, layer / "mlp", names=_MODERN_MLP),
         )
 
     @classmethod

@@ -308,9 +308,9 @@ class FalconH1(Decoder, config=FalconH1Config):
     names = ModuleNames(norm="final_layernorm")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer."""
-        return FalconH1Layer(config, index, at)
+        return FalconH1Layer(config, index, layer)
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
         """Returns what vectors may take the place of."""

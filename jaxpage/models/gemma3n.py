@@ -273,9 +273,9 @@ class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
         self.leaving = nnx.List(projections("altup_unembed_projections"))
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer."""
-        return Gemma3nLayer(config, index, at)
+        return Gemma3nLayer(config, index, layer)
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext

@@ -248,9 +248,9 @@ class Gemma4(gemma.Gemma2, config=Gemma4Config):
         self.inputs = None if inputs is None else gemma_layers.PerLayerInputs(config, inputs, at)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer."""
-        return Gemma4Layer(config, index, at)
+        return Gemma4Layer(config, index, layer)
 
     def bind_layers(
         self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext

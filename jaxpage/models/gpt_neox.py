@@ -61,7 +61,8 @@ class GPTNeoXConfig(DecoderConfig):
 class GPTNeoX(Llama, config=GPTNeoXConfig):
     """GPT-NeoX and Pythia (EleutherAI, 2022) compute both halves of a layer in parallel.
 
-    Each half has a LayerNorm of its own, and a quarter of each head is rotated.
+    Each half has a LayerNorm of its own, and a quarter of each head is rotated. Checkpoints have
+    the queries, keys and values of a head next to each other (`AttentionNames.in_groups`).
     """
 
     prefix = "gpt_neox."

@@ -79,12 +79,12 @@ class Granite(Llama, config=GraniteConfig):
     """Granite 3, dense (IBM, 2024), is Llama with factors."""
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer of Llama in which the outputs of both halves have a factor."""
         return Block(
-            **cls.make_norms(config, index, at),
-            attention=cls.make_mixer(config, index, at),
-            mlp=cls.make_mlp(config, index, at),
+            **cls.make_norms(config, index, layer),
+            attention=cls.make_mixer(config, index, layer),
+            mlp=cls.make_mlp(config, index, layer),
             residual_scale=config.factors.residual,
         )
 

@@ -72,12 +72,12 @@ class Llama(Decoder, config=LlamaConfig):
     output_bias: ClassVar[bool | None] = None
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer."""
         return Block(
-            **cls.make_norms(config, index, at),
-            attention=cls.make_mixer(config, index, at),
-            mlp=cls.make_mlp(config, index, at),
+            **cls.make_norms(config, index, layer),
+            attention=cls.make_mixer(config, index, layer),
+            mlp=cls.make_mlp(config, index, layer),
             is_parallel=cls.is_parallel(config),
         )
 

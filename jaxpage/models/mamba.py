@@ -93,10 +93,10 @@ class Mamba(Decoder, config=MambaConfig):
     names = ModuleNames(tokens="embeddings", norm="norm_f")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer."""
-        norm = norms.rms_norm(config, at / "norm")
-        return HalfBlock(norm, cls.make_recurrence(config, index, at))
+        norm = norms.rms_norm(config, layer / "norm")
+        return HalfBlock(norm, cls.make_recurrence(config, index, layer))
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:

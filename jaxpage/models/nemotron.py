@@ -224,20 +224,20 @@ class NemotronH(Decoder, config=NemotronHConfig):
     names = ModuleNames(tokens="embeddings", norm="norm_f")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer."""
         kind, place = config.types[index], config.layer_places[index]
         mixer: nnx.Module
         if kind == LINEAR:
-            mixer = recurrences.mamba2(config, config.recurrent, place, at / "mixer")
+            mixer = recurrences.mamba2(config, config.recurrent, place, layer / "mixer")
         elif kind == FULL:
-            mixer = attention.grouped_query_attention(config, place, at / "mixer")
+            mixer = attention.grouped_query_attention(config, place, layer / "mixer")
         elif kind == EXPERTS:
-            mixer = cls.make_experts(config, config.experts, at)
+            mixer = cls.make_experts(config, config.experts, layer)
         else:
-            mixer = mlp.plain_mlp(config, at / "mixer", "up_proj", "down_proj")
+            mixer = mlp.plain_mlp(config, layer / "mixer", "up_proj", "down_proj")
         has_pages = kind not in WITHOUT_PAGES
-        return HalfBlock(norms.rms_norm(config, at / "norm"), mixer, has_pages=has_pages)
+        return HalfBlock(norms.rms_norm(config, layer / "norm"), mixer, has_pages=has_pages)
 
     @classmethod
     def make_experts(cls, config: NemotronHConfig, spec: ExpertsSpec, layer: Scope) -> nnx.Module:
@@ -407,18 +407,18 @@ class DeciLM(Llama, config=DeciLMConfig):
     """Nemotron Super 49B and Ultra 253B (NVIDIA, 2025) are Llama with halves of layers left out."""
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer with the halves that it has."""
         halves = config.halves[index]
         if halves.num_kv_heads is None and halves.width is None:
             return EmptyBlock()
         if halves.num_kv_heads is None:
-            norm = cls.make_norm(config, at / "post_attention_layernorm")
-            return HalfBlock(norm, cls.make_mlp(config, index, at), has_pages=False)
+            norm = cls.make_norm(config, layer / "post_attention_layernorm")
+            return HalfBlock(norm, cls.make_mlp(config, index, layer), has_pages=False)
         if halves.width is None:
-            norm = cls.make_norm(config, at / "input_layernorm")
-            return HalfBlock(norm, cls.make_attention(config, index, at / "self_attn"))
-        return super().make_block(config, index, at)
+            norm = cls.make_norm(config, layer / "input_layernorm")
+            return HalfBlock(norm, cls.make_attention(config, index, layer / "self_attn"))
+        return super().make_block(config, index, layer)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -229,15 +229,15 @@ class OlmoHybrid(Olmo2, config=OlmoHybridConfig):
     }
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer, which is that of OLMo 2 where it keeps no state."""
         if config.kv.state_of(index) is None:
-            return super().make_block(config, index, at)
+            return super().make_block(config, index, layer)
         return Block(
-            attention_norm=norms.rms_norm(config, at / "input_layernorm"),
+            attention_norm=norms.rms_norm(config, layer / "input_layernorm"),
             attention=recurrences.delta_net_of_tensors(
-                config, config.recurrent, index, at / "linear_attn"
+                config, config.recurrent, index, layer / "linear_attn"
             ),
-            mlp_norm=norms.rms_norm(config, at / "post_attention_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
+            mlp_norm=norms.rms_norm(config, layer / "post_attention_layernorm"),
+            mlp=cls.make_mlp(config, index, layer),
         )

@@ -97,16 +97,16 @@ class OPT(Decoder, config=OPTConfig):
             self.norm = None
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer."""
         block = Block if config.norm_first else decoder.PostNormBlock
         return block(
-            attention_norm=cls.make_norm(config, at / "self_attn_layer_norm"),
+            attention_norm=cls.make_norm(config, layer / "self_attn_layer_norm"),
             attention=attention.grouped_query_attention(
-                config, index, at / "self_attn", names=AttentionNames("out_proj")
+                config, index, layer / "self_attn", names=AttentionNames("out_proj")
             ),
-            mlp_norm=cls.make_norm(config, at / "final_layer_norm"),
-            mlp=mlp.plain_mlp(config, at, "fc1", "fc2"),
+            mlp_norm=cls.make_norm(config, layer / "final_layer_norm"),
+            mlp=mlp.plain_mlp(config, layer, "fc1", "fc2"),
         )
 
     @classmethod

@@ -405,9 +405,9 @@ class Zamba2(decoder.Decoder, config=Zamba2Config):
         )
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer."""
-        return Zamba2Layer(config, index, at)
+        return Zamba2Layer(config, index, layer)
 
     def bind_layers(
         self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext

@@ -2,10 +2,11 @@
 
 A request passes the middlewares of `serving/http` before it reaches a route:
 
-    Connection ─▶ (Traced) ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
-    deadlines     spans                ids, errors (local only)                      Server, page
+    Connection ─▶ PlainPaths ─▶ (Traced) ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits
+    deadlines     one form      spans                 ids, errors (local only)              │
+                                                                       route: Server, page ◀┘
 
-With `root_path`, `BelowRootPath` comes first.
+With `root_path`, `BelowRootPath` comes before `PlainPaths`.
 """
 
 from __future__ import annotations

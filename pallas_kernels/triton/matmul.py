@@ -478,7 +478,7 @@ def _fold(operands: list[Any], sums_ZPO: jax.Array, config: Config) -> jax.Array
     cols = min(1024, pl.next_power_of_2(num_out))
     call = tb.kernel_call(
         functools.partial(fold_kernel, cols=cols),
-        name="product_fold",
+        name="matmul_fold",
         grid=(num_rows, pl.cdiv(num_out, cols)),
         out_shape=jax.ShapeDtypeStruct((num_rows, num_out), jnp.dtype(config.result)),
         num_warps=4,

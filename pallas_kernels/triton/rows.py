@@ -346,7 +346,9 @@ def scores(
     num_rows, width = logits_TE.shape
     body = functools.partial(_scores_row, width=width, sigmoid=sigmoid)
     shape = jax.ShapeDtypeStruct(logits_TE.shape, logits_TE.dtype)
-    scores_TE: jax.Array = row_call(body, "odds", (num_rows,), shape, width, interpret)(logits_TE)
+    scores_TE: jax.Array = row_call(body, "expert_scores", (num_rows,), shape, width, interpret)(
+        logits_TE
+    )
     return scores_TE
 
 

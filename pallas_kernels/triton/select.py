@@ -58,7 +58,7 @@ def cutoffs(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns least_R: the least logit of each row that top-k, top-p and min-p keep.
+    """Returns min_R: the least logit of each row that top-k, top-p and min-p keep.
 
     It is -inf for a row that asks for none of them, or is greedy.
     """
@@ -94,7 +94,7 @@ def top_candidates(
     num_rows, vocab_size = logits_RV.shape
     call = backend.kernel_call(
         functools.partial(_top_candidates_kernel, tile=_tile(vocab_size), count=count),
-        name="likeliest",
+        name="top_candidates",
         grid=(num_rows,),
         out_shape=[
             jax.ShapeDtypeStruct((num_rows, count), dtype) for dtype in (jnp.float32, jnp.int32)

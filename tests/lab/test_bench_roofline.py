@@ -67,7 +67,7 @@ def test_what_a_step_must_do_by_hand() -> None:
 
 CODE = """HloModule jit_step, entry_computation_layout={(f32[2]{0})->f32[2]{0}}
 %inner (p: f32[2]) -> f32[2] {
-  ROOT %dot.1 = f32[2,3]{1,0} dot(%a, %b), metadata={op_name="jit(step)/product/TI,OI->TO/dot_general" source_line=1}
+  ROOT %dot.1 = f32[2,3]{1,0} dot(%a, %b), metadata={op_name="jit(step)/matmul/TI,OI->TO/dot_general" source_line=1}
 }
 ENTRY %main (p: f32[2]) -> f32[2] {
   %ffi_call.2 = (f32[2]{0}, f32[4]{0}) custom-call(%x), custom_call_target="a", metadata={op_name="jit(step)/attention/ffi_call"}
@@ -81,7 +81,7 @@ ENTRY %main (p: f32[2]) -> f32[2] {
 def test_an_operation_belongs_to_the_scope_that_it_was_traced_in() -> None:
     scopes = scopes_of(CODE)
     named = {
-        "dot.1": "product",
+        "dot.1": "matmul",
         "gather.3": "gather",
         "ffi_call.2": "attention",
         "fusion": "sampling",
@@ -105,7 +105,7 @@ def test_an_operation_belongs_to_the_scope_that_it_was_traced_in() -> None:
         SimpleNamespace(planes=[SimpleNamespace(lines=[line, line])]), scopes
     )
     assert seconds == pytest.approx(
-        {"product": 22e-9, "gather": 0, "attention": 0, "sampling": 0, "other": 6e-9}
+        {"matmul": 22e-9, "gather": 0, "attention": 0, "sampling": 0, "other": 6e-9}
     )
 
 

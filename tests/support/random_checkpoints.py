@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
+from jaxpage.checkpoints.problems import Problems
 from jaxpage.models.base import model_weights
+from jaxpage.models.parameters import Weight
 from jaxpage.models.registry import load_family
 
 # The order in which numbers are drawn, by parts of names within a layer and outside of one.
@@ -115,3 +119,14 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray], shards: int =
     total = sum(value.nbytes for value in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def check_weights(
+    directory: Path, weights: Sequence[Weight], ignored: Sequence[str] = ()
+) -> LoadPlan:
+    """Fits the checkpoint to `weights`, and raises a CheckpointError with all that does not fit."""
+    problems = Problems(Path(directory))
+    layout, stored = read_layout(Path(directory), problems)
+    plan = fit(Path(directory), layout, stored, weights, ignored, problems)
+    problems.raise_if_any()
+    return plan

@@ -277,7 +277,7 @@ def _choice(engine: DraftedEngine, shape: TreeShape) -> Choice:
     # Drafts of a tree are not drawn: siblings would have to be drawn without replacement.
     if engine.acceptance == "rejection" and shape.num_branches == 1:
         return "drawn"
-    return "coupled" if engine.acceptance == "coupled" else "likeliest"
+    return "coupled" if engine.acceptance == "coupled" else "top"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax
 from jax.profiler import ProfileData, ProfileOptions
 
 # An operation belongs to the first of these in its path: gathers are a part of attention.
-SCOPES = ("product", "gather", "attention", "sampling")
+SCOPES = ("matmul", "gather", "attention", "sampling")
 OTHER = "other"
 # A line of XLA's text is `name = type opcode(operands), metadata`; a type ends with a bracket.
 _INSTRUCTION = re.compile(

@@ -29,7 +29,7 @@ from jaxpage.shapes import MAX_CANDIDATES
 
 # A drafter chooses as the target will draw, with the target's noise; or the most likely token; or
 # by a draw of its own.
-Choice = Literal["coupled", "likeliest", "drawn"]
+Choice = Literal["coupled", "top", "drawn"]
 
 
 class Tree(NamedTuple):

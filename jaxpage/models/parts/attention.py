@@ -54,7 +54,7 @@ def grouped_query_attention(
     Args:
         config: The config of the model. It says the heads, the window and the rotation of the
             layer.
-        index: The number of the layer.
+        index: The number of the layer, which decides its pages, its window and its rotation.
         at: The scope of the attention.
         names: The names of its products.
         output_bias: True if the product for the output has a bias; None if it is like those for

@@ -201,13 +201,13 @@ class Decoder(FamilyModule):
 
     @classmethod
     @abstractmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer.
 
         Args:
             config: The config of the model.
             index: The number of the layer.
-            at: The scope of the layer.
+            layer: The scope of the layer.
         """
 
     @classmethod

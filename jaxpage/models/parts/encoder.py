@@ -87,7 +87,7 @@ class Encoder(FamilyModule):
 
     @classmethod
     @abstractmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+    def make_block(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns a layer; see `Decoder.make_block`."""
 
     @classmethod

@@ -94,7 +94,9 @@ class ModuleNames:
 
 @dataclass(frozen=True)
 class NormNames:
-    """Holds the names of the norms of a layer, each as the argument of `Block`; None for none.
+    """Holds the names of the norms of a layer, each as the argument of `Block`.
+
+    A norm whose name is None is not made.
 
     Attributes:
         attention_norm: The norm before attention.

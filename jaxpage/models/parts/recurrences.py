@@ -48,7 +48,7 @@ def delta_net(
     Args:
         config: The config of the model.
         widths: The widths of its heads.
-        index: The number of the layer.
+        index: The number of the layer of the cache that has its states.
         at: The scope of the net.
         input: The projection to queries, keys, values and gates.
         beta_step: The projection to betas and time steps.
@@ -105,7 +105,7 @@ def mamba2(
     Args:
         config: The config of the model.
         spec: The description of the layer.
-        index: The number of the layer.
+        index: The number of the layer of the cache that has its states.
         at: The scope of the layer.
         epsilon: The epsilon of its norm; None for that of the model's norms.
     """
@@ -180,7 +180,7 @@ def gated_convolution(spec: ConvolutionSpec, index: int, at: Scope) -> GatedConv
 
     Args:
         spec: The description of the layer.
-        index: The number of the layer.
+        index: The number of the layer of the cache that has its states.
         at: The scope of the layer.
     """
     width = spec.width

@@ -104,22 +104,22 @@ class QwenVision(vision_tower.VisionTower):
 
     @classmethod
     def make_block(
-        cls, config: qwen_config.QwenVisionConfig, index: int, at: Scope
+        cls, config: qwen_config.QwenVisionConfig, index: int, layer: Scope
     ) -> vision_tower.PictureBlock:
         """Returns a layer."""
         width = config.width
-        attention = at / "attn"
+        attention = layer / "attn"
         has_windows = config.window and index not in config.whole_layers
         return vision_tower.PictureBlock(
-            cls.make_norm(config.tower, at / "norm1"),
+            cls.make_norm(config.tower, layer / "norm1"),
             vision_tower.PictureAttention(
                 vision_tower.fuse_projections(width, attention, "qkv", (width,) * 3),
                 attention.projection(width, ("proj", width), bias=True),
                 head_dim=config.tower.head_dim,
                 max_patches=(config.window * config.block) ** 2 if has_windows else None,
             ),
-            cls.make_norm(config.tower, at / "norm2"),
-            cls.make_mlp(config, index, at),
+            cls.make_norm(config.tower, layer / "norm2"),
+            cls.make_mlp(config, index, layer),
         )
 
     @classmethod

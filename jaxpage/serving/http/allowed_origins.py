@@ -46,8 +46,8 @@ class _AllowedPages:
 def for_pages_of(origins: Sequence[str]) -> list[Middleware]:
     """Returns the middlewares for pages of these origins; none without an origin.
 
-    They come before all others, so that a page can also read a refusal, and so that a preflight,
-    which has no key, is answered.
+    They come before those that refuse, so that a page can also read a refusal, and so that a
+    preflight, which has no key, is answered.
     """
     if not origins:
         return []

@@ -1,4 +1,4 @@
-"""Wraps the application in its outermost middleware.
+"""Wraps the application in the middleware that answers errors; see `app`.
 
 It gives every request an id and every answer its headers, answers every error, and counts refusals.
 """
@@ -37,7 +37,7 @@ _REASONS = {
 
 
 class Envelope:
-    """The outermost middleware, which answers every error that comes before the first byte.
+    """The middleware that answers every error that comes before the first byte.
 
     An error that comes after the headers of a stream ends the stream.
     """

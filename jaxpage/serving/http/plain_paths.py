@@ -14,7 +14,7 @@ _APIS = tuple({f"/{path.split('/')[1]}/" for dialect in DIALECTS for path in dia
 
 
 class PlainPaths:
-    """The middleware before all others: they and the routes see each path in one form."""
+    """The middleware by which all after it, and the routes, see each path in one form."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-// Attention both ways for the instruction set that JAXPAGE_ISA names.
+// Attention in both directions for the instruction set that JAXPAGE_ISA names.
 //
 // Scores and weighted values are two products, whose right sides are made of panels as weights are
 // (packed.h): 16 keys side by side, and 16 numbers of values. Each sum adds its products in their

@@ -69,7 +69,7 @@ Instructions best_instructions(Type type) {
 #endif
 }
 
-// Reads the pages, behind the writes of `slots` where there are any.
+// Reads the pages, after the writes of `slots` where there are any.
 ffi::Error run_attention(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q,
                          ffi::AnyBuffer& k_pages, ffi::Buffer<ffi::F32>& k_scale,
                          ffi::Buffer<ffi::F32>& v_scale, int64_t num_written,

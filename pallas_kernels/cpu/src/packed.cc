@@ -345,8 +345,8 @@ inline void store(const Packed& p, int64_t row, int64_t output, const uint32_t* 
   if (first == buffer) std::memcpy(to, buffer, count * bytes);
 }
 
-// Does the same for all rows of a unit, in tiles of nearly equal numbers of rows: 7 rows are 3 and
-// 4, not 6 and 1. x begins with the first of them.
+// Multiplies all rows of a unit, in tiles of nearly equal numbers of rows: 7 rows are 3 and 4, not
+// 6 and 1. x begins with the first of them.
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void multiply_in_tiles(int64_t num_rows, const typename Word::X* x, int64_t num_words,
                                    const Source& w, int64_t begin, int64_t end, uint32_t* total) {
@@ -608,7 +608,7 @@ struct BFloat16PairReader {
 
   Words at(int panel, int64_t k) const {
     const uint8_t* from = first + (panel * num_words + k) * kBytesOfWord;
-    __builtin_prefetch(from + 64 * kBytesOfWord);
+    __builtin_prefetch(from + kCodesAhead * kBytesOfWord);
     if constexpr (kOfNibbles) {
       const Bits both = as_bits(widen(from));
       return (Words)_mm512_permutexvar_epi16((__m512i)(both | both << 12), numbers);
@@ -658,7 +658,9 @@ int64_t bytes_of_row(const Packed& p) {
 template <typename Word>
 struct RowsOfCodes {
   static constexpr bool kRounded = std::is_same<typename Word::Sum, Ints>::value;
-  int64_t inputs, size, num_words, num_parts, parts_of_group;  // words of a part, and of a row
+  int64_t inputs, size;  // of a part, and the words that they are
+  int64_t num_words;     // of a row
+  int64_t num_parts, parts_of_group;
   int64_t x_stride, sum_stride;  // from a row to the next: of x, and of scales and sums
   const typename Word::X* x;
   const float *scale, *sum;
@@ -765,9 +767,10 @@ JAXPAGE_DOT void multiply_codes_of_few_rows(const Packed& p, int64_t row, int64_
 template <typename Word, int kPanels, typename Source>
 void multiply_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel,
                     const Source& source) {
-  end_row - row <= kMaxRowsOfWords&& p.instructions != kTiles
-      ? multiply_codes_of_few_rows<Word, kPanels>(p, row, end_row, panel, source)
-      : multiply_codes_of_many_rows<Word, kPanels>(p, row, end_row, panel, source);
+  const bool is_few = end_row - row <= kMaxRowsOfWords;
+  if (is_few && p.instructions != kTiles)
+    multiply_codes_of_few_rows<Word, kPanels>(p, row, end_row, panel, source);
+  else multiply_codes_of_many_rows<Word, kPanels>(p, row, end_row, panel, source);
 }
 
 template <int kPanels>

@@ -1,3 +1,6 @@
+// Norms, gates and other work on single rows for the instruction set that JAXPAGE_ISA names.
+//
+// A row is computed by one thread, in an order that its width alone decides.
 #include "rows.h"
 
 #include <cmath>
@@ -80,7 +83,8 @@ void rms_norm(const Rows& p, int64_t row) {
         load<Stored>(x, i, p.width) * factor * (load(p.scale_type, p.scale, i, p.width) + offset));
 }
 
-// Returns the sum of all lanes of some vectors. It has four sums for the same reason.
+// Returns the sum of all lanes of some vectors. It has four sums, so that an addition need not wait
+// for the one before it.
 template <typename Part>
 inline float sum_vectors(int64_t num_vectors, const Part& part) {
   Vec sums[4] = {};
