@@ -603,17 +603,17 @@ PLANTED = [
     (
         "jaxpage/models/parameters/__init__.py",
         '__all__ = ["lives", "Dies"]',
-        "the door says nothing about Dies",
+        "the door has no comment that says what Dies is",
     ),
     (
         "jaxpage/scheduling/__init__.py",
         '__all__ = ["lives", "Dies"]',
-        "the door says nothing about Dies",
+        "the door has no comment that says what Dies is",
     ),
     (
         "jaxpage/memory/__init__.py",
         "from jaxpage.memory.c import (\n    Dies,\n    Grows,  # says that it grows\n)",
-        "the door says nothing about Dies",
+        "the door has no comment that says what Dies is",
     ),
     (
         "jaxpage/memory/__init__.py",
@@ -705,10 +705,10 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
     files = {
         "jaxpage/llm.py": "from jaxpage.engine import Engine",
         "jaxpage/engine/engine.py": "import jax\nfrom jaxpage.memory import D\nfrom jaxpage.device import B",
-        "jaxpage/memory/__init__.py": 'from jaxpage.memory.c import lives\n\n__all__ = ["lives"]',
+        "jaxpage/memory/__init__.py": "from jaxpage.memory.c import lives  # lives",
         "jaxpage/memory/c.py": "import numpy\nfrom jaxpage.errors import CapacityError",
         "jaxpage/device/b.py": "import jax\nimport pallas_kernels",
-        "jaxpage/models/parameters/__init__.py": '__all__ = ["lives"]',
+        "jaxpage/models/parameters/__init__.py": '__all__ = ["lives"]  # lives',
         "jaxpage/models/parameters/replacing.py": "x = 1",
         "jaxpage/checkpoints/a.py": "from jaxpage.models.parameters import lives",
         "jaxpage/layers/context.py": "from pallas_kernels import AttentionOptions",

@@ -7,41 +7,30 @@ The form is derived from what the template renders, and is no list of known mode
 
 `deriving` and the modules `deriving_*` find the form (`forms`); `round_trips` tries it. `answer`,
 `headed` and `declared` read answers, and `calls` one tool call; `grammar` writes the grammar.
-Enter by these names:
-
-- `derive`: what a template's answers look like (`Derived`), given a `Render`.
-- `ChatFormat`: the form of a model's answers; `MessageReader` reads one answer.
-- `TOOL_FORMS`, `REASONING_FORMS`: forms that can be chosen by name; `CONTENT_FORMS`: the markers
-  around the content that come with one of reasoning.
-- `Tools`: the tools that an answer may call.
-- `grammar_of`: the grammar of an answer that must call tools, in the model's own form;
-  `grammar_of_text`: that of an answer whose text keeps to a rule, unless it calls a tool.
-- `AnswerPiece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out;
-  `ReasoningPlaces`: where its reasoning begins and ends.
 """
 
-from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader
-from jaxpage.chat_forms.deriving import Derived, derive
-from jaxpage.chat_forms.forms import CONTENT_FORMS, REASONING_FORMS, TOOL_FORMS
-from jaxpage.chat_forms.grammar import grammar_of, grammar_of_text
-from jaxpage.chat_forms.pieces import AnswerPiece, PieceParser, Plain, ReasoningPlaces
-from jaxpage.chat_forms.probes import Render
-from jaxpage.chat_forms.tools import Tools
-
-__all__ = [
-    "CONTENT_FORMS",
-    "REASONING_FORMS",
-    "TOOL_FORMS",
-    "AnswerPiece",
-    "ChatFormat",
-    "Derived",
-    "MessageReader",
-    "PieceParser",
-    "Plain",
-    "ReasoningPlaces",
-    "Render",
-    "Tools",
-    "derive",
-    "grammar_of",
-    "grammar_of_text",
-]
+from jaxpage.chat_forms.chat_format import (
+    ChatFormat,  # is the form of a model's answers
+    MessageReader,  # reads one answer
+)
+from jaxpage.chat_forms.deriving import (
+    Derived,  # says what a template's answers look like
+    derive,  # finds it, given a `Render`
+)
+from jaxpage.chat_forms.forms import (
+    CONTENT_FORMS,  # are the markers around the content that come with a form of reasoning
+    REASONING_FORMS,  # are forms of reasoning that can be chosen by name
+    TOOL_FORMS,  # are forms of tool calls that can be chosen by name
+)
+from jaxpage.chat_forms.grammar import (
+    grammar_of,  # writes the grammar of an answer that must call tools, in the model's own form
+    grammar_of_text,  # writes that of an answer whose text keeps to a rule, unless it calls a tool
+)
+from jaxpage.chat_forms.pieces import (
+    AnswerPiece,  # is a part of an answer
+    PieceParser,  # gives out the parts
+    Plain,  # gives out an answer that has no form
+    ReasoningPlaces,  # says where the reasoning of an answer begins and ends
+)
+from jaxpage.chat_forms.probes import Render  # renders a conversation by a chat template
+from jaxpage.chat_forms.tools import Tools  # holds the tools that an answer may call

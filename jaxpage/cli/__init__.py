@@ -1,7 +1,7 @@
 """Runs the command `jaxpage`, and turns every failure into one line and an exit status.
 
 Generated text and reports go to standard output, everything else to standard error. The status is 0
-after success, 1 after a failure and 2 after wrong use. Others take `main` only.
+after success, 1 after a failure and 2 after wrong use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpage.errors import (
     UsageError,
 )
 
-__all__ = ["main"]
+__all__ = ["main"]  # runs the command
 
 # Python's garbage collector looks through young objects after so many new ones, then through older
 # ones and through all after so many rounds. With Python's own numbers (700, 10, 10) the imports of

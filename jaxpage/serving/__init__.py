@@ -6,24 +6,7 @@ engine (`requests/`), limits what connections may do (`http/`), is watched (`met
 a thread of its own.
 
 The names are loaded at first use, so that a configuration is checked, and the address bound, before
-jax and Starlette are imported. Other rooms and the tools take:
-
-    ServerConfig    holds the settings of the server
-    resolve_both    finds the settings of the engine and of the server, and where each comes from
-    AUTO            is the coordinator's address that a job says itself
-    hosts_of_job    takes the hosts from the job that runs the process
-    find_job        asks JAX for the job that the process belongs to
-    bind_socket     binds the address of the server
-    start           runs a server until a signal ends it
-    start_several   runs a server of several models, which are loaded when they are asked for
-    read_models_file  reads which models these are
-    run_batch       answers a file of requests in OpenAI's batch format
-    follow          runs the engine of another rank than 0, as rank 0 tells it
-    derive_form     derives how a model writes tool calls and reasoning, from its tokenizer
-    derive_from     does so from a template
-    TokenTexts      gives the text of each token
-    write_snapshots  writes what the page shows of a recorded event log
-    open_incidents  lets an engine keep its last steps, to write them when something goes wrong
+jax and Starlette are imported.
 """
 
 from __future__ import annotations
@@ -33,18 +16,41 @@ from typing import TYPE_CHECKING
 from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
-    from jaxpage.serving.batches.run_batch import run_batch
-    from jaxpage.serving.hosts.job import hosts_of_job
-    from jaxpage.serving.hosts.processes import find_job
-    from jaxpage.serving.http.listening import bind_socket
-    from jaxpage.serving.inspector.recorded import write_snapshots
-    from jaxpage.serving.metrics.incident_files import open_incidents
-    from jaxpage.serving.settings.resolving import resolve_both
-    from jaxpage.serving.settings.server_config import AUTO, ServerConfig
-    from jaxpage.serving.several.models_file import read_models_file
-    from jaxpage.serving.several.starting import start_several
-    from jaxpage.serving.startup import follow, start
-    from jaxpage.serving.wire.derived_forms import derive_form, derive_from
-    from jaxpage.serving.wire.logprobs import TokenTexts
+    from jaxpage.serving.batches.run_batch import (
+        run_batch,  # answers a file of requests in OpenAI's batch format
+    )
+    from jaxpage.serving.hosts.job import (
+        hosts_of_job,  # takes the hosts from the job that runs the process
+    )
+    from jaxpage.serving.hosts.processes import (
+        find_job,  # asks JAX for the job that the process belongs to
+    )
+    from jaxpage.serving.http.listening import bind_socket  # binds the address of the server
+    from jaxpage.serving.inspector.recorded import (
+        write_snapshots,  # writes what the page shows of a recorded event log
+    )
+    from jaxpage.serving.metrics.incident_files import (
+        open_incidents,  # lets an engine keep its last steps, for when something goes wrong
+    )
+    from jaxpage.serving.settings.resolving import (
+        resolve_both,  # finds the settings of engine and server, and where each comes from
+    )
+    from jaxpage.serving.settings.server_config import (
+        AUTO,  # is the coordinator's address that a job says itself
+        ServerConfig,  # holds the settings of the server
+    )
+    from jaxpage.serving.several.models_file import read_models_file  # reads which models these are
+    from jaxpage.serving.several.starting import (
+        start_several,  # runs a server of several models, which are loaded when they are asked for
+    )
+    from jaxpage.serving.startup import (
+        follow,  # runs the engine of another rank than 0, as rank 0 tells it
+        start,  # runs a server until a signal ends it
+    )
+    from jaxpage.serving.wire.derived_forms import (
+        derive_form,  # derives how a model writes tool calls and reasoning, from its tokenizer
+        derive_from,  # does so from a template
+    )
+    from jaxpage.serving.wire.logprobs import TokenTexts  # gives the text of each token
 
 __getattr__, __dir__ = open_door(__name__)

@@ -118,8 +118,8 @@ def is_import_by_name(node: ast.AST) -> bool:
 def door_names(module: Module) -> dict[str, int]:
     """Returns the names that an `__init__` gives to other rooms, each with its line.
 
-    They are in `__all__`, or they are those that it imports from modules of its room. An inner room
-    is a part of its room, so it may give names of modules next to it.
+    They are those that it imports from modules of its room, or, where it does more than that, in
+    `__all__`. An inner room is a part of its room, so it may give names of modules next to it.
     """
     assigned = [node for node in module.tree.body if isinstance(node, ast.Assign)]
     for node in assigned:
@@ -127,7 +127,7 @@ def door_names(module: Module) -> dict[str, int]:
             return {ast.literal_eval(name): name.lineno for name in node.value.elts}
     room = ".".join(module.name.split(".")[:2])
     return {
-        alias.name: alias.lineno
+        alias.asname or alias.name: alias.lineno
         for node in module.nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{room}.")
         for alias in node.names
