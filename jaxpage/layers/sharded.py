@@ -46,7 +46,7 @@ class Summed(nnx.Module):
         return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
 
 
-def _whole_part(number: int, what: str, sharding: Sharding) -> int:
+def _whole_part(number: int, label: str, sharding: Sharding) -> int:
     """Returns a shard's share of things that stay whole.
 
     Raises:
@@ -55,7 +55,7 @@ def _whole_part(number: int, what: str, sharding: Sharding) -> int:
     count = sharding.num_shards
     if number % count:
         raise ConfigError(
-            f"tensor_parallel_size: {number} {what} cannot be divided into {count} equal parts; use fewer devices, with "
+            f"tensor_parallel_size: {number} {label} cannot be divided into {count} equal parts; use fewer devices, with "
             "tensor_parallel_reduction 'fast'"
         )
     return number // count

@@ -95,12 +95,12 @@ async def _serve(
 
     def handle_signal(number: int) -> None:
         serving.signal()
-        what = (
+        action = (
             "ending at once"
             if serving.is_hurried
             else "finishing what runs; a second signal ends it at once"
         )
-        logger.info("%s: %s", signal.Signals(number).name, what)
+        logger.info("%s: %s", signal.Signals(number).name, action)
         if serving.is_hurried:
             # Without the timer a step of the engine or a thread that waits could keep the process
             # alive for long.
@@ -129,7 +129,7 @@ class Driving(Protocol):
         """Returns the values of all metrics, or raises JaxpageError if there are none."""
         ...
 
-    async def wait_until_drained(self, timeout: float | None, what: str = "The engine") -> bool:
+    async def wait_until_drained(self, timeout: float | None, subject: str = "The engine") -> bool:
         """Accepts no more requests, and waits until all have finished."""
         ...
 

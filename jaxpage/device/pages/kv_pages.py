@@ -105,8 +105,8 @@ def page_shapes(
             shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]
         elif interleaved and scale is None:
             slots = (count, block_size, 2 * num_kv_heads)
-            both = jax.ShapeDtypeStruct((*slots, interleaved_width(head_dim)), dtype)
-            shapes.append(LayerPages(both, None))  # type: ignore[arg-type]
+            shape = jax.ShapeDtypeStruct((*slots, interleaved_width(head_dim)), dtype)
+            shapes.append(LayerPages(shape, None))  # type: ignore[arg-type]
         else:
             shapes.append(LayerPages(page, page, scale, scale))  # type: ignore[arg-type]
     return tuple(shapes)

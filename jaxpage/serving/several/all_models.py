@@ -33,12 +33,14 @@ class Models:
         """Raises JaxpageError, since models come and go; `/metrics` has the metrics of each."""
         raise JaxpageError("the metrics of several models are at /metrics")
 
-    async def wait_until_drained(self, timeout: float | None, what: str = "The engine") -> bool:
+    async def wait_until_drained(self, timeout: float | None, subject: str = "The engine") -> bool:
         """Has all models accept no more requests; see `AsyncDriver.wait_until_drained`."""
         await self._table.stop()
         models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
         drained = [
-            model.driver.wait_until_drained(timeout, what) for model in models if not model.is_over
+            model.driver.wait_until_drained(timeout, subject)
+            for model in models
+            if not model.is_over
         ]
         return all(await asyncio.gather(*drained))
 

@@ -123,9 +123,9 @@ class Slot(Generic[Model]):
     @property
     def is_usable(self) -> bool:
         """Returns whether a request can run at once."""
-        there = self.model is not None and not self.model.is_over and not self.is_asleep
+        is_awake = self.model is not None and not self.model.is_over and not self.is_asleep
         # While others wait for the model, newcomers wait with them.
-        return there and not self.is_closing and not self.is_requested
+        return is_awake and not self.is_closing and not self.is_requested
 
     @property
     def taken(self) -> int:
@@ -494,15 +494,15 @@ def _close(slot: Slot[Model]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _log_work(name: str, what: str) -> Iterator[None]:
+def _log_work(name: str, activity: str) -> Iterator[None]:
     """Logs the beginning and the end of work on a model, and between them that it goes on."""
-    logger.info("%s %s", what, name)
+    logger.info("%s %s", activity, name)
     began = time.monotonic()
 
     async def report() -> None:
         while True:
             await asyncio.sleep(REPORT_SECONDS)
-            logger.info("still %s %s, after %.0f s", what, name, time.monotonic() - began)
+            logger.info("still %s %s, after %.0f s", activity, name, time.monotonic() - began)
 
     reporting = asyncio.ensure_future(report())
     try:
