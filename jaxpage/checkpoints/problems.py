@@ -19,7 +19,7 @@ class Problems:
 
     Attributes:
         directory: The directory or file.
-        what: The thing that it holds, for the error.
+        subject: The thing that it holds, for the error.
         lines: The problems.
     """
 

@@ -136,13 +136,13 @@ class Driver:
         return None if began is None else time.monotonic() - began
 
     @property
-    def ended(self) -> Future[None]:
+    def termination(self) -> Future[None]:
         """Returns a future that ends with the thread; it has EngineFailed if an error ended it."""
-        return self.turns.ended
+        return self.turns.termination
 
     def has_ended(self) -> bool:
-        """Returns whether the thread has ended; see `ended`."""
-        return self.ended.done()
+        """Returns whether the thread has ended; see `termination`."""
+        return self.termination.done()
 
     @property
     def num_open(self) -> int:

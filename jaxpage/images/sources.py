@@ -25,8 +25,8 @@ def base64_in(url: str) -> str:
             f"a URL of {kind[0]!r}" if kind and kind[0].lower() != "data" else show(url[:40])
         )
         raise ValueError(
-            f"must be a data URL with base64 (data:image/png;base64,...), got {description}: nothing is "
-            "fetched, so send the picture itself"
+            f"must be a data URL with base64 (data:image/png;base64,...), got {description}: "
+            "nothing is fetched, so send the picture itself"
         )
     return url[match.end() :]
 

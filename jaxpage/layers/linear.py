@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.activations import activate, name_in_kernels
 from jaxpage.layers.lora import LoRA
-from jaxpage.layers.matmul import finished_matmul, matmul
+from jaxpage.layers.matmul import matmul, matmul_and_finish
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
 from jaxpage.layers.weight_kinds import StoredWeight
 
@@ -159,7 +159,7 @@ class Linear(nnx.Module):
         if self.lora is not None or not is_known or (self.bias is None and activation is None):
             return None
         bias_O = None if self.bias is None else self.bias[...]
-        return finished_matmul(x_TI, self.weight, bias_O, name, result=self.result)
+        return matmul_and_finish(x_TI, self.weight, bias_O, name, result=self.result)
 
     def add_lora(self, num_slots: int, rank: int) -> None:
         """Adds slots for adapters of at most this rank."""

@@ -117,7 +117,7 @@ class Driving(Protocol):
     """Drives one engine, as `AsyncDriver` does, or several."""
 
     @property
-    def ended(self) -> Future[None]:
+    def termination(self) -> Future[None]:
         """Returns a future that ends with the engines."""
         ...
 
@@ -311,7 +311,7 @@ def _end_process() -> None:
 
 async def _wait_for_end(driver: Driving) -> None:
     with contextlib.suppress(Exception):  # the driver has logged it
-        await asyncio.wrap_future(driver.ended)
+        await asyncio.wrap_future(driver.termination)
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:

@@ -78,8 +78,8 @@ def refuse_recurrent(program: str, kv: KVSpec) -> None:
     """
     if any(kv.states):
         raise UnsupportedError(
-            f"{program} is not supported for a model with recurrent layers: it knows keys and values "
-            "alone"
+            f"{program} is not supported for a model with recurrent layers: it knows keys and "
+            "values alone"
         )
 
 

@@ -93,6 +93,6 @@ def is_of_this_machine(host: str) -> bool:
 
 def _refusal(condition: str) -> str:
     return (
-        f"Without an API key this server only accepts requests with {condition}; set --api-key-file to "
-        "allow others"
+        f"Without an API key this server only accepts requests with {condition}; set "
+        "--api-key-file to allow others"
     )

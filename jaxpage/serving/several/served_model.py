@@ -177,4 +177,4 @@ def _hooks(name: str, num_bytes: int) -> Hooks:
             )
         return {"num_blocks": maximum}
 
-    return Hooks(planned=plan, phase=lambda phase: logger.info("%s: %s", name, phase))
+    return Hooks(revise_sizes=plan, phase=lambda phase: logger.info("%s: %s", name, phase))
