@@ -103,8 +103,10 @@ class LinearSpec:
     @property
     def output_axis(self) -> Axis:
         """Returns the name of the axis of the outputs, or its parts."""
-        each = tuple((part.axis, rows) for part in self.parts for rows in part.each or (part.rows,))
-        return each[0][0] if len(each) == 1 else each
+        axis_parts = tuple(
+            (part.axis, rows) for part in self.parts for rows in part.each or (part.rows,)
+        )
+        return axis_parts[0][0] if len(axis_parts) == 1 else axis_parts
 
 
 class Linear(nnx.Module):

@@ -238,8 +238,8 @@ def find_flaw(array: Any, dtypes: Collection[np.dtype[Any]] = _CODES) -> str | N
 
 def name_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
     """Returns the arrays of a loaded model by their names and in their shapes in its checkpoint."""
-    each = ((filled, entry_at(tree, filled.weight.path)) for filled in plan.parameters)
-    return {name: part for filled, array in each for name, part in _parts(plan, filled, array)}
+    pairs = ((filled, entry_at(tree, filled.weight.path)) for filled in plan.parameters)
+    return {name: part for filled, array in pairs for name, part in _parts(plan, filled, array)}
 
 
 def check_all_finite(plan: LoadPlan, tree: Mapping[Any, Any]) -> None:

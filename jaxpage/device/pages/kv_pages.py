@@ -120,13 +120,13 @@ def divide_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPage
         num_local: The shards of the model on a device.
         mesh: The devices.
     """
-    each = tuple(layer for layer in of_shard for _ in range(num_local))
+    shapes = tuple(layer for layer in of_shard for _ in range(num_local))
     return tuple(
         jax.tree.map(
             lambda page: mesh.shapes_of_whole(
                 page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None
             ),
-            each,
+            shapes,
         )
     )
 

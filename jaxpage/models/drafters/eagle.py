@@ -231,11 +231,11 @@ class Eagle3(_Eagle):
             if spec.norm_before_fc
             else None
         )
-        each = [
+        state_norms = [
             norms.rms_norm(decoder, at / f"fc_norm.{index}", width=spec.target_width)
             for index in range(len(spec.aux_layers))
         ]
-        self.state_norms = nnx.List(each) if spec.norm_each else None
+        self.state_norms = nnx.List(state_norms) if spec.norm_each else None
         self.fusion = FusionLayer(spec, at / "layers.0")
         self.layers = nnx.List(_make_layers(spec, 1, dtype))
         self.norm = norms.rms_norm(decoder, at / "norm")
