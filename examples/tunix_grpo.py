@@ -240,7 +240,9 @@ def open_cluster(
     )
     config = rl_cluster.ClusterConfig(
         role_to_mesh=dict.fromkeys([roles.ACTOR, roles.ROLLOUT, roles.REFERENCE], mesh),
-        rollout_engine=functools.partial(ComparedRollout, report, llm=llm, named=module.named),
+        rollout_engine=functools.partial(
+            ComparedRollout, report, llm=llm, named=module.name_parameters
+        ),
         training_config=training,
         rollout_config=rollouts,
     )

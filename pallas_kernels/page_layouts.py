@@ -34,8 +34,8 @@ def fill_up(x: jax.Array, width: int) -> jax.Array:
 def interleave(k: jax.Array, v: jax.Array) -> jax.Array:
     """Returns keys and values, each [..., K, H], as one array [..., 2K, W]."""
     width = interleaved_width(k.shape[-1])
-    both = fill_up(jnp.stack([k, v], axis=-2), width)
-    return both.reshape(*k.shape[:-2], 2 * k.shape[-2], width)
+    stacked = fill_up(jnp.stack([k, v], axis=-2), width)
+    return stacked.reshape(*k.shape[:-2], 2 * k.shape[-2], width)
 
 
 def separate(kv: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:

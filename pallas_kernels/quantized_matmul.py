@@ -138,7 +138,7 @@ def matmul_and_sums(
     Raises:
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
-    both: tuple[jax.Array, jax.Array | None] = first_that_takes(
+    outputs: tuple[jax.Array, jax.Array | None] = first_that_takes(
         "batch_invariant_matmul",
         _use_segments,
         x_TI,
@@ -150,7 +150,7 @@ def matmul_and_sums(
         ),
         backend=backend,
     )
-    return both
+    return outputs
 
 
 def has_grouped_matmul(*, backend: str = "auto", interpret: bool = False) -> bool:

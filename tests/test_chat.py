@@ -48,7 +48,7 @@ def test_the_messages_are_those_of_the_turns():
         {"role": "assistant", "content": "answer to a"},
         user,
     ]
-    assert talk.messages("b", without=1) == [system, user]
+    assert talk.messages("b", num_dropped=1) == [system, user]
     assert conversation().messages("b") == [user]
 
 

@@ -485,7 +485,7 @@ def test_when_the_thread_dies_everybody_hears_of_it_at_once(built, monkeypatch):
         ):
             with pytest.raises(EngineFailed):
                 await attempt
-        assert isinstance(loop.ended.exception(0).__cause__, SystemExit)
+        assert isinstance(loop.termination.exception(0).__cause__, SystemExit)
         whole.cancel()
         assert await asyncio.to_thread(loop.stop, 60)
 
@@ -514,7 +514,7 @@ def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, m
         with pytest.raises(EngineFailed):
             await handle.whole()
         with pytest.raises(EngineFailed) as caught:
-            await asyncio.wrap_future(loop.ended)
+            await asyncio.wrap_future(loop.termination)
         assert "blocks were not freed" in str(caught.value.__cause__) and not loop.healthy
 
     asyncio.run(main())
@@ -588,7 +588,7 @@ def test_stopping_ends_everything_and_says_so(built):
                 await handle.next_delta()
             with pytest.raises(ShuttingDown):
                 await loop.stats()
-            assert loop.ended.result(0) is None and not loop.healthy
+            assert loop.termination.result(0) is None and not loop.healthy
 
     asyncio.run(main())
 
@@ -596,11 +596,11 @@ def test_stopping_ends_everything_and_says_so(built):
 def test_a_waiter_for_the_end_that_is_cancelled_leaves_it_to_the_others(built, caplog):
     async def main():
         async with looping(built) as loop:
-            waiter = asyncio.wrap_future(loop.ended)
+            waiter = asyncio.wrap_future(loop.termination)
             waiter.cancel()
             await asyncio.sleep(0)
             assert await asyncio.to_thread(loop.stop, 60)
-            assert loop.ended.result(0) is None
+            assert loop.termination.result(0) is None
 
     asyncio.run(main())
     assert "died" not in caplog.text

@@ -363,7 +363,7 @@ def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkey
     with pytest.raises(Loads):
         build_engine(
             EngineConfig(model=str(directory), block_size=4, max_num_seqs=2),
-            Hooks(planned=plan_again),
+            Hooks(revise_sizes=plan_again),
         )
     before, after = seen
     assert before.num_blocks > 9 and before.num_host_blocks > 3 and before.max_model_len > 32

@@ -250,8 +250,8 @@ def test_a_step_has_as_many_tokens_as_are_wanted(engines, monkeypatch):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_cuts_inside_a_step(include, engines, want):
-    whole = want[1][1][0]
+def test_a_stop_cuts_inside_a_step(include, engines, expected):
+    whole = expected[1][1][0]
     texts = sorted({whole.text[index : index + 3] for index in range(len(whole.text) - 2)})
     requests = [
         dataclasses.replace(REQUESTS[1], stop=(text,), include_stop_str_in_output=include)

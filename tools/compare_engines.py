@@ -139,8 +139,8 @@ def measure(
 
 
 def _say(number: int, repeats: int, name: str, letters: str) -> None:
-    what = f"round {number} of {repeats}: {name} {letters}".rstrip()
-    print(f"{datetime.datetime.now():%H:%M:%S} {what}", file=sys.stderr, flush=True)
+    message = f"round {number} of {repeats}: {name} {letters}".rstrip()
+    print(f"{datetime.datetime.now():%H:%M:%S} {message}", file=sys.stderr, flush=True)
 
 
 def _arguments() -> argparse.Namespace:

@@ -158,11 +158,11 @@ class Slot:
         before = machine(self.results.findings).get("device")
         others = set(self.results.parts) - {ENVIRONMENT}
         self._run([self.check.environment()], deadline)
-        here, reason = machine(self.results.findings).get("device"), ""
+        device, reason = machine(self.results.findings).get("device"), ""
         if not self.check.interpret and not has_gpu(self.results.findings):
             reason = NO_GPU
-        elif others and before != here:
-            reason = f"{self.results.state} has results of {before}, and this is {here}: name another --state."
+        elif others and before != device:
+            reason = f"{self.results.state} has results of {before}, and this is {device}: name another --state."
         if reason and others and old:
             self.results.put(ENVIRONMENT, old)
         return reason

@@ -408,8 +408,8 @@ def reason_for(fault: Any, line: str) -> str:
     name, kind = str(fault.module_path), fault.operator_name.removeprefix("core/")
     known: Iterable[str] = (
         reason
-        for start, of, part, reason in EQUIVALENT
-        if name.startswith(start) and kind == of and part in line
+        for start, fault_kind, part, reason in EQUIVALENT
+        if name.startswith(start) and kind == fault_kind and part in line
     )
     return next(iter(known), "")
 

@@ -147,9 +147,9 @@ def step_shapes(
         page_dtype(kv_cache_dtype, dtype),
         interleaved=backend.interleaved,
     )
-    both = {"target": parameters, "drafter": None}
-    step, others = step_call(both, pages, bucket, options, make_mesh())
-    return StepShapes(step, (both, pages, *others), spec.kv.num_layers)
+    parameters_by_model = {"target": parameters, "drafter": None}
+    step, others = step_call(parameters_by_model, pages, bucket, options, make_mesh())
+    return StepShapes(step, (parameters_by_model, pages, *others), spec.kv.num_layers)
 
 
 def _bytes(leaf: Any) -> int:

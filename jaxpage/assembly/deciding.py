@@ -41,7 +41,7 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
             "attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name
         )
     spec = engine_spec_of(described)
-    if hooks.planned and (sizes := hooks.planned(spec)):
+    if hooks.revise_sizes and (sizes := hooks.revise_sizes(spec)):
         spec = engine_spec_of(replace(described, config=config.replace(**sizes)))
     quantization = files.quantization.described if files.quantization else ""
     if spec.encoded:

@@ -28,8 +28,8 @@ class Hooks:
         verbose: True prints the table of the memory, and how many executables were in the compile
             cache; None is the same as `progress`.
         phase: Is called with each of `PHASES` when it begins.
-        planned: Is called with the specification before anything is loaded, and returns settings
-            with which the engine is planned again.
+        revise_sizes: Is called with the specification before anything is loaded, and returns
+            settings with which the engine is planned again.
         first: Chooses the shapes of steps that are compiled in the background, in this order, while
             the others are compiled when a step asks for them. None compiles all before the engine
             is ready.
@@ -41,7 +41,7 @@ class Hooks:
     progress: bool = False
     verbose: bool | None = None
     phase: Callable[[str], None] = lambda name: None
-    planned: Callable[[EngineSpec], Mapping[str, int]] | None = None
+    revise_sizes: Callable[[EngineSpec], Mapping[str, int]] | None = None
     first: Callable[[BucketMenu], Sequence[Bucket]] | None = None
     before_steps: Callable[[EngineSpec], None] | None = None
     parts: EngineParts = field(default_factory=EngineParts)

@@ -42,10 +42,10 @@ def measure_costs(
         shapes, steps, far_steps, near_seconds, seconds[len(plans) :], strict=False
     ):
         # Three depths are measured at most; what a level adds is the same for all.
-        each = np.interp(range(1 + deepest), depths, by_depth).tolist() if deepest else ()
+        by_level = np.interp(range(1 + deepest), depths, by_depth).tolist() if deepest else ()
         near, distance = step.rows[0].start, far_step.rows[0].start - step.rows[0].start
         of_token = max(0.0, far - alone) / distance if distance else 0.0
-        costs.at_start((bucket.num_rows, bucket.num_tokens), alone, each, (of_token, near))
+        costs.at_start((bucket.num_rows, bucket.num_tokens), alone, by_level, (of_token, near))
     if deepest:
         alone, without_drafts, *_ = near_seconds[-1]
         costs.prompt_token = max(0.0, without_drafts - alone) / buckets[-1].num_tokens

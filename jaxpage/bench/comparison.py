@@ -132,8 +132,8 @@ def read_result(path: str, kind: str, fields: type[ComparedFields]) -> dict[str,
         # pydantic says "Input should be a valid dictionary or instance of _Config".
         must = first["msg"].partition(" should ")[2].partition(" or instance of ")[0]
         wrong = f"{name} must {must}, got {show(first['input'])}"
-        said = f"the file has no {name!r}" if first["type"] == "missing" else wrong
-        raise UsageError(f"--compare {path}: {said}, {no_result}") from None
+        reason = f"the file has no {name!r}" if first["type"] == "missing" else wrong
+        raise UsageError(f"--compare {path}: {reason}, {no_result}") from None
     return dict(result)
 
 

@@ -32,11 +32,11 @@ def check_workload(arguments: argparse.Namespace) -> None:
             raise UsageError(f"{_flag(name)} must be at least 1, got {value}")
     if kind not in KINDS:
         raise UsageError(f"--dataset must be one of {', '.join(KINDS)}, got {kind!r}")
-    for name, (of, default) in _OF_KIND.items():
+    for name, (dataset, default) in _OF_KIND.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
-        elif kind != of:
-            raise UsageError(f"{_flag(name)} goes with --dataset {of}, not {kind}")
+        elif kind != dataset:
+            raise UsageError(f"{_flag(name)} goes with --dataset {dataset}, not {kind}")
     if path and kind not in _FILES:
         raise UsageError(f"--dataset-path goes with --dataset {', '.join(_FILES)}, not {kind}")
     if kind in ("trace", "custom") and not path:
@@ -101,8 +101,8 @@ def workload_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of a result that describe its workload, without the caps."""
     of_kind = {
         name: getattr(arguments, name)
-        for name, (of, _) in _OF_KIND.items()
-        if of == arguments.dataset
+        for name, (dataset, _) in _OF_KIND.items()
+        if dataset == arguments.dataset
     }
     path = {"dataset_path": arguments.dataset_path} if arguments.dataset_path else {}
     return {"dataset": arguments.dataset, **path, **of_kind, "seed": arguments.seed}

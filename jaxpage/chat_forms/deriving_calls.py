@@ -187,5 +187,5 @@ def _without_reasoning(alone: str, text: TextForms) -> str:
     if text.reasoning is None:
         return answer
     opened, close = text.reasoning.open.strip(), text.reasoning.close.strip()
-    before, there, after = answer.partition(close)
-    return after if there and before.strip() == opened else answer
+    before, marker, after = answer.partition(close)
+    return after if marker and before.strip() == opened else answer

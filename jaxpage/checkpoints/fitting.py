@@ -390,10 +390,10 @@ def _choose(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Sour
             for piece in source.pieces
         )
 
-    there = [source for source in sources if is_there(source, lambda *_: True)]
-    if len(there) > 1:
-        there = [source for source in there if is_there(source, _has_shape)] or there
-    return next(iter(there), sources[0])
+    complete = [source for source in sources if is_there(source, lambda *_: True)]
+    if len(complete) > 1:
+        complete = [source for source in complete if is_there(source, _has_shape)] or complete
+    return next(iter(complete), sources[0])
 
 
 def _find_unexpected(

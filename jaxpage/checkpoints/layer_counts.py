@@ -28,19 +28,20 @@ def layers_beyond(
     """
     needed = _layers(name for weight in weights for name in weight.tensor_names)
     layers = _layers(stored)
-    both: dict[str, int] = {}
+    common_counts: dict[str, int] = {}
     for stem in needed.keys() & layers.keys():
         model, checkpoint = (1 + max(numbers[stem]) for numbers in (needed, layers))
         # Where a number is missing in between, tensors are missing and no layers.
         if model != checkpoint and (len(needed[stem]), len(layers[stem])) == (model, checkpoint):
-            both[stem] = min(model, checkpoint)
+            common_counts[stem] = min(model, checkpoint)
             problems.add(
                 f"the number of layers is {model} in config.json and {checkpoint} in the tensors "
                 f"({quote(f'{stem}0')} to "
                 f"{quote(f'{stem}{checkpoint - 1}')}): one of the two is of another model"
             )
     return lambda names: any(
-        (match := _LAYER.match(name)) is not None and int(match[2]) >= both.get(match[1], 1 << 20)
+        (match := _LAYER.match(name)) is not None
+        and int(match[2]) >= common_counts.get(match[1], 1 << 20)
         for name in names
     )
 

@@ -265,9 +265,9 @@ def check_config(config: Mapping[str, Any], problems: Problems) -> None:
 
     if config.get("peft_type") != "LORA":
         add("peft_type", "is not supported; only 'LORA' is")
-    for name, what in REFUSED.items():
+    for name, reason in REFUSED.items():
         if config.get(name):
-            add(name, f"is not supported ({what})")
+            add(name, f"is not supported ({reason})")
     if config.get("bias", "none") != "none":
         add("bias", "is not supported (biases of the model that are trained)")
     if config.get("init_lora_weights", True) not in INITS:
@@ -278,8 +278,10 @@ def check_config(config: Mapping[str, Any], problems: Problems) -> None:
     for name in sorted(config.keys() - REFUSED.keys() - KNOWN):
         # PEFT writes all fields of its version; one that is null, false or empty is not in use.
         if config[name]:
-            what = f"{quote(name)} = {quote(config[name])}"
-            problems.add(f"{CONFIG}: {what} is not known, and may change what the adapter computes")
+            setting = f"{quote(name)} = {quote(config[name])}"
+            problems.add(
+                f"{CONFIG}: {setting} is not known, and may change what the adapter computes"
+            )
     if not _is_count(config.get("r")):
         add("r", "must be an integer of at least 1")
     if not _is_number(config.get("lora_alpha")):

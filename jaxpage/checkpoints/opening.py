@@ -148,9 +148,9 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
     problems = Problems(Path(directory))
     if (problems.directory / "config.json").is_file():
         described = _describe(problems.directory, None, problems)
-        for name, there, here in _differences(files, described) if described else ():
+        for name, local, served in _differences(files, described) if described else ():
             problems.add(
-                f"config.json: {name} is {there} here, and {here} in the model that is served"
+                f"config.json: {name} is {local} here, and {served} in the model that is served"
             )
     weights = model_weights(files.family, files.spec, files.rule)
     plan = fit(
@@ -169,20 +169,20 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
 
 def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tuple[str, str, str]]:
     """Yields the fields of config.json that make it another model, with both of their values."""
-    here = files.config
-    there = described.config
-    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    served = files.config
+    local = described.config
+    names = [name for name in {**served, **local} if served.get(name) != local.get(name)]
     if described.family is not files.family:
         names = ["architectures"]
     elif described.quantization is not None:
-        names = [name for name in FIELDS if name in there]
+        names = [name for name in FIELDS if name in local]
     elif described.spec != files.spec:
         # Many fields may differ without effect; those count that change the spec by themselves.
         alone = [
             (
                 name,
                 check_spec(
-                    files.family, {**here, name: there.get(name)}, Problems(files.directory)
+                    files.family, {**served, name: local.get(name)}, Problems(files.directory)
                 ),
             )
             for name in names
@@ -193,7 +193,7 @@ def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tup
     for name in names:
         there_is, here_is = (
             "missing" if config.get(name) is None else quote(config[name])
-            for config in (there, here)
+            for config in (local, served)
         )
         yield name, there_is, here_is
 

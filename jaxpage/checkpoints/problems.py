@@ -19,13 +19,13 @@ class Problems:
 
     Attributes:
         directory: The directory or file.
-        what: The thing that it holds, for the error.
+        subject: The thing that it holds, for the error.
         lines: The problems.
     """
 
-    def __init__(self, directory: Path, what: str = "checkpoint") -> None:
+    def __init__(self, directory: Path, subject: str = "checkpoint") -> None:
         self.directory = directory
-        self.what = what
+        self.subject = subject
         self.lines: list[str] = []
         # A family reads a config that is made of a GGUF file's metadata.
         self._config = "its metadata, as config.json" if directory.is_file() else "config.json"
@@ -55,7 +55,7 @@ class Problems:
             shown.append(f"  - and {len(self.lines) - MAX_LINES} more")
         count = f"{len(self.lines)} problem{'s' if len(self.lines) > 1 else ''}"
         raise CheckpointError(
-            f"the {self.what} in {self.directory} does not fit ({count}):\n" + "\n".join(shown)
+            f"the {self.subject} in {self.directory} does not fit ({count}):\n" + "\n".join(shown)
         )
 
 

@@ -36,7 +36,7 @@ def add_bench(commands: Commands[Parser]) -> None:
     add_model(kv_dtype)
     _add_text(kv_dtype)
     add_engine_flags(
-        kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS)
+        kv_dtype, excluded=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS)
     )
     _add_output(kv_dtype)
     kv_dtype.set_defaults(run=lazily("commands", "bench_kv_dtype"))
@@ -93,7 +93,7 @@ def _add_bench_throughput(kinds: Commands[Parser]) -> None:
         help="draw the use of the KV pool over time: .png, .svg or .pdf; needs jaxpage[plot]",
     )
     # `--seed` is that of the workload.
-    add_engine_flags(parser, without=("seed",))
+    add_engine_flags(parser, excluded=("seed",))
     _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_throughput"))
 
@@ -145,7 +145,7 @@ def _add_bench_quantization(kinds: Commands[Parser]) -> None:
     )
     add_engine_flags(
         parser,
-        without=tuple(
+        excluded=tuple(
             {flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS | {"quantization"}
         ),
     )
@@ -233,7 +233,7 @@ def _add_bench_latency(kinds: Commands[Parser]) -> None:
         metavar="FILE",
         help="give the ratio to an earlier run, from the file of its --output-json",
     )
-    add_engine_flags(parser, without=("seed",))
+    add_engine_flags(parser, excluded=("seed",))
     _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_latency"))
 
@@ -367,7 +367,7 @@ def _add_bench_roofline(kinds: Commands[Parser]) -> None:
     )
     # max_num_seqs follows from --batches. All prompts are equal, so a prefix cache would save the
     # work that is measured.
-    add_engine_flags(parser, without=("max_num_seqs", "enable_prefix_caching"))
+    add_engine_flags(parser, excluded=("max_num_seqs", "enable_prefix_caching"))
     _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_roofline"))
 
@@ -424,7 +424,7 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
         help="draw the ratios by task and batch: .png, .svg or .pdf; needs jaxpage[plot]",
     )
     _add_prompts(parser)
-    add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
+    add_engine_flags(parser, excluded=("seed", "max_num_seqs", "enable_prefix_caching"))
     _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_speculation"))
 

@@ -175,12 +175,12 @@ def _turn(llm: LLM, conversation: Conversation, question: str, report: Say) -> b
         turns = "oldest turn is" if num_dropped == 1 else f"{num_dropped} oldest turns are"
         say(f"The context of {max_length} tokens is full: the {turns} forgotten")
         del conversation.turns[:num_dropped]
-    said: list[str] = []
+    texts: list[str] = []
     try:
         prompt = llm.chat_prompt(conversation.messages(question))
         # Closing the stream ends its request, also after Ctrl-C.
         with contextlib.closing(llm.stream(prompt, conversation.params)) as chunks:
-            return print_stream(chunks, report, said).outputs[0].finish_reason != "error"
+            return print_stream(chunks, report, texts).outputs[0].finish_reason != "error"
     finally:
-        if any(said):
-            conversation.add_turn(question, "".join(said))
+        if any(texts):
+            conversation.add_turn(question, "".join(texts))

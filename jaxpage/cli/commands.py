@@ -169,7 +169,7 @@ def bench_throughput(arguments: argparse.Namespace) -> int:
     """Runs `jaxpage bench throughput`; the status is 1 if it is slower than `--fail-below`."""
     from jaxpage.bench import run_throughput
 
-    config = resolve_settings(arguments, without=("seed",)).config
+    config = resolve_settings(arguments, excluded=("seed",)).config
     # `bench` must not import `serving`, which is on the same floor (tests/test_architecture.py).
     return run_throughput(arguments, config, answer_batch=_answer_batch)
 
@@ -187,7 +187,7 @@ def bench_latency(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench latency`."""
     from jaxpage.bench import run_latency
 
-    run_latency(arguments, resolve_settings(arguments, without=("seed",)).config)
+    run_latency(arguments, resolve_settings(arguments, excluded=("seed",)).config)
 
 
 def bench_serve(arguments: argparse.Namespace) -> int:
@@ -216,7 +216,7 @@ def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench kv-dtype`."""
     from jaxpage.bench import run_kv_dtype
 
-    run_kv_dtype(arguments, resolve_settings(arguments, without=("seed",)).config)
+    run_kv_dtype(arguments, resolve_settings(arguments, excluded=("seed",)).config)
 
 
 def bench_quantization(arguments: argparse.Namespace) -> None:
@@ -224,7 +224,7 @@ def bench_quantization(arguments: argparse.Namespace) -> None:
     from jaxpage.bench import run_quantization
 
     arguments.max_num_seqs = max(1, *arguments.batches)
-    run_quantization(arguments, resolve_settings(arguments, without=("seed",)).config)
+    run_quantization(arguments, resolve_settings(arguments, excluded=("seed",)).config)
 
 
 def bench_speculation(arguments: argparse.Namespace) -> None:
@@ -233,7 +233,7 @@ def bench_speculation(arguments: argparse.Namespace) -> None:
 
     # The default max_num_seqs would refuse a step budget with fewer tokens than sequences.
     arguments.max_num_seqs = max(1, *arguments.batches)
-    run_speculation(arguments, resolve_settings(arguments, without=("seed",)).config)
+    run_speculation(arguments, resolve_settings(arguments, excluded=("seed",)).config)
 
 
 def replay(arguments: argparse.Namespace) -> int:

@@ -99,19 +99,19 @@ class Conversation:
         """Returns the sampling parameters of the next answer."""
         return SamplingParams(**{**self._defaults, **self._set})
 
-    def messages(self, question: str | None = None, *, without: int = 0) -> list[Message]:
+    def messages(self, question: str | None = None, *, num_dropped: int = 0) -> list[Message]:
         """Returns the messages so far, followed by a question.
 
         Args:
             question: The question, or None.
-            without: The number of the oldest turns to leave out.
+            num_dropped: The number of the oldest turns to leave out.
         """
         messages: list[Message] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
-        for said, answer in self.turns[without:]:
+        for content, answer in self.turns[num_dropped:]:
             messages += [
-                {"role": "user", "content": said},
+                {"role": "user", "content": content},
                 {"role": "assistant", "content": answer},
             ]
         if question is None:
@@ -157,10 +157,10 @@ class Conversation:
         """
         room = max(1, min(max_model_len // 4, self.params.max_tokens or max_model_len))
         length = 0
-        for without in range(len(self.turns) + 1):
-            length = length_of(self.messages(question, without=without))
+        for num_dropped in range(len(self.turns) + 1):
+            length = length_of(self.messages(question, num_dropped=num_dropped))
             if length <= max_model_len - room:
-                return without
+                return num_dropped
         if length >= max_model_len:
             raise CapacityError(
                 f"the message is too long: with the system message it has {length} tokens, and the "
@@ -231,7 +231,7 @@ class Conversation:
         return "\n".join(f"{name} = {getattr(params, name)}" for name in names) or "Nothing is set"
 
     def _save(self, path: Path) -> str:
-        if any(not isinstance(said, str) for said, _ in self.turns):
+        if any(not isinstance(question, str) for question, _ in self.turns):
             raise ValueError("a conversation with pictures cannot be saved")
         # A mistyped name must not overwrite a file of another kind.
         if path.exists():
@@ -306,18 +306,18 @@ def _read(path: Path) -> tuple[str | None, list[tuple[Any, str]]]:
         json.dumps(content, ensure_ascii=False).encode()  # raises ValueError for a lone surrogate
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON") from None
-    said = _as_pairs(content.get("messages") if isinstance(content, dict) else content)
-    if said is None:
+    messages = _as_pairs(content.get("messages") if isinstance(content, dict) else content)
+    if messages is None:
         raise ValueError(f"{path} has no messages, each with a role and a text")
-    system = said.pop(0)[1] if said and said[0][0] == "system" else None
-    roles = [role for role, _ in said]
+    system = messages.pop(0)[1] if messages and messages[0][0] == "system" else None
+    roles = [role for role, _ in messages]
     # The number of messages must be even, too: each question has its answer.
-    if roles != ["user", "assistant"] * (len(said) // 2):
+    if roles != ["user", "assistant"] * (len(messages) // 2):
         raise ValueError(
             f"{path}: user and assistant must take turns, the user first; it has "
             f"{', '.join(roles[:6])}"
         )
-    texts = [text for _, text in said]
+    texts = [text for _, text in messages]
     return system, list(zip(texts[::2], texts[1::2], strict=True))
 
 

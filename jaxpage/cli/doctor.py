@@ -157,9 +157,9 @@ def _nvidia_driver() -> Iterator[str]:
         return
     is_old = int(version.partition(".")[0]) < MIN_DRIVER
     advice = "steps may hang, which are CUDA graphs with loops and conditions: install"
-    without = "--xla_gpu_enable_command_buffer= does without graphs"
+    alternative = "--xla_gpu_enable_command_buffer= does without graphs"
     yield (
-        f"{version} (warning: {advice} r{MIN_DRIVER} or newer, or XLA_FLAGS={without})"
+        f"{version} (warning: {advice} r{MIN_DRIVER} or newer, or XLA_FLAGS={alternative})"
         if is_old
         else version
     )
@@ -321,8 +321,8 @@ def _chat_template(model: str) -> Iterator[str]:
         yield "none: completions alone"
         return
     # A template can be broken in ways that only rendering shows.
-    said = [{"role": "user", "content": "Hello"}]
-    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     yield f"makes {len(text)} characters of one message of 5"
 
 

@@ -87,14 +87,14 @@ def _flag_of(field: Field) -> Flag:
 SAMPLING_FLAGS = tuple(_flag_of(field) for field in PARAMETERS if field.flag)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """Adds `--config` and the flags of an engine's settings, except those in `without`."""
+def add_engine_flags(parser: argparse.ArgumentParser, excluded: tuple[str, ...] = ()) -> None:
+    """Adds `--config` and the flags of an engine's settings, except those in `excluded`."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--config", metavar="FILE", help="YAML file with settings; flags win over it"
     )
     for flag in ENGINE_FLAGS:
-        if flag.setting not in without:
+        if flag.setting not in excluded:
             flag.add_to(group)
 
 
@@ -113,9 +113,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         flag.add_to(group)
 
 
-def engine_settings(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns the engine's settings that were given on the command line, except `without`."""
-    names = {flag.setting for flag in ENGINE_FLAGS} - set(without)
+def engine_settings(
+    arguments: argparse.Namespace, excluded: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Returns the engine's settings that were given on the command line, except `excluded`."""
+    names = {flag.setting for flag in ENGINE_FLAGS} - set(excluded)
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 

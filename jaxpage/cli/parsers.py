@@ -96,7 +96,7 @@ def _add_generate(commands: Commands[Parser]) -> None:
     )
     add_verbosity(parser, "how memory is divided, and what was compiled")
     add_sampling_flags(parser)
-    add_engine_flags(parser, without=("seed",))
+    add_engine_flags(parser, excluded=("seed",))
     parser.set_defaults(run=lazily("generate", "generate"))
 
 
@@ -113,7 +113,7 @@ def _add_chat(commands: Commands[Parser]) -> None:
     )
     add_verbosity(parser, "how memory is divided, and what was compiled")
     add_sampling_flags(parser)
-    add_engine_flags(parser, without=("seed",))
+    add_engine_flags(parser, excluded=("seed",))
     parser.set_defaults(run=lazily("chat", "chat"))
 
 
@@ -248,7 +248,8 @@ def _add_plan(commands: Commands[Parser]) -> None:
     add("--max-output", type=int, metavar="N", help="with --slo: longest output; default: 512")
     settings = ("model", *PLAN_SETTINGS)
     add_engine_flags(
-        parser, without=tuple(flag.setting for flag in ENGINE_FLAGS if flag.setting not in settings)
+        parser,
+        excluded=tuple(flag.setting for flag in ENGINE_FLAGS if flag.setting not in settings),
     )
     parser.set_defaults(run=lazily("commands", "plan"))
 
@@ -343,5 +344,5 @@ def _add_verify(commands: Commands[Parser]) -> None:
     add_model(parser, "the model, if it is not on this machine under the name in the receipt")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_verbosity(parser, "how memory is divided, and what was compiled")
-    add_engine_flags(parser, without=RECEIPT_SETTINGS)
+    add_engine_flags(parser, excluded=RECEIPT_SETTINGS)
     parser.set_defaults(run=lazily("verify", "verify"))

@@ -454,7 +454,7 @@ def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
     layout = option.layout
     plan = option.plan
     users = option.num_users(length)
-    of = chosen.num_users(length)
+    chosen_users = chosen.num_users(length)
     names = (
         layout.dtype,
         layout.kv_cache_dtype,
@@ -469,7 +469,7 @@ def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
             "",
             _remark(option.error),
         )
-    factor = f"{users / of:.2f}" if of else ""
+    factor = f"{users / chosen_users:.2f}" if chosen_users else ""
     remark = (
         f"{option.num_kv_copies} devices have the same KV heads" if option.num_kv_copies > 1 else ""
     )
@@ -493,7 +493,7 @@ def _remark(error: Exception | None) -> str:
 def _as_dict(
     subject: Subject, chosen: Option, options: Sequence[Option], length: int
 ) -> dict[str, Any]:
-    of = chosen.num_users(length)
+    chosen_users = chosen.num_users(length)
     users = _users(chosen.plan) if chosen.plan else []
     return {
         "model": subject.config.model,
@@ -509,7 +509,7 @@ def _as_dict(
         "alternatives": [
             {
                 **_option_dict(option, length),
-                "factor": option.num_users(length) / of if of else None,
+                "factor": option.num_users(length) / chosen_users if chosen_users else None,
             }
             for option in options
         ],

@@ -76,11 +76,11 @@ def read_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def resolve_settings(
-    arguments: argparse.Namespace, without: tuple[str, ...] = ()
+    arguments: argparse.Namespace, excluded: tuple[str, ...] = ()
 ) -> ResolvedConfig:
-    """Returns the engine's settings, except `without`, with their origins."""
+    """Returns the engine's settings, except `excluded`, with their origins."""
     return resolve_config(
-        arguments.config, engine_settings(arguments, without), overrides_origin="command line"
+        arguments.config, engine_settings(arguments, excluded), overrides_origin="command line"
     )
 
 
@@ -114,7 +114,7 @@ def engine_for_one(
             been loaded then.
     """
     # `--seed` is the seed of the request here, and not the engine's.
-    settings = resolve_settings(arguments, without=("seed",))
+    settings = resolve_settings(arguments, excluded=("seed",))
     config = settings.config
     if settings.origins["max_num_seqs"] == BUILT_IN:
         # Fewer shapes are compiled, and a start is quicker.

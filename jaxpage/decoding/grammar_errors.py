@@ -42,7 +42,7 @@ _SAID = (
 def sentence_of(message: str) -> str:
     """Returns a message of llguidance in one line, without its quotations of its own source."""
     lines = message.replace("<non-verbose/>", "").splitlines()
-    said = " ".join(" ".join(line for line in lines if not _QUOTE.fullmatch(line)).split())
+    sentence = " ".join(" ".join(line for line in lines if not _QUOTE.fullmatch(line)).split())
     for pattern, instead in _SAID:
-        said = pattern.sub(instead, said)
-    return said
+        sentence = pattern.sub(instead, sentence)
+    return sentence

@@ -86,8 +86,8 @@ class SamplingStrategy:
             return admitted
         if admitted is None:
             return forced
-        both = admitted & forced
-        return both if both.any() else admitted
+        combined = admitted & forced
+        return combined if combined.any() else admitted
 
     def renumber(self, sequence_ids: Mapping[int, int]) -> None:
         """Gives the sequences new ids, by the old ones; see `Strategy`."""

@@ -378,23 +378,23 @@ class AsyncDriver(Driver):
         with self.replacing(weights, mode, checksum, tells=True) as version:
             return await asyncio.wrap_future(version)
 
-    async def wait_until_drained(self, timeout: float | None, what: str = "The engine") -> bool:
+    async def wait_until_drained(self, timeout: float | None, subject: str = "The engine") -> bool:
         """Accepts no more requests, and waits until all have finished.
 
         Args:
             timeout: The seconds after which unfinished requests end with ShuttingDown. If a step
                 takes long, they end before the next one.
-            what: The thing that is shutting down, for the messages.
+            subject: The thing that is shutting down, for the messages.
 
         Returns:
             True if all requests finished.
         """
-        drained = self.drain(what)
+        drained = self.drain(subject)
         try:
             await _within(timeout, drained)
         except TimeoutError:
             try:
-                return await _within(COMMAND_SECONDS, self.end_late(what)) == 0
+                return await _within(COMMAND_SECONDS, self.end_late(subject)) == 0
             except TimeoutError:
                 return False
         return True

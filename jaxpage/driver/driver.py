@@ -136,13 +136,13 @@ class Driver:
         return None if began is None else time.monotonic() - began
 
     @property
-    def ended(self) -> Future[None]:
+    def termination(self) -> Future[None]:
         """Returns a future that ends with the thread; it has EngineFailed if an error ended it."""
-        return self.turns.ended
+        return self.turns.termination
 
     def has_ended(self) -> bool:
-        """Returns whether the thread has ended; see `ended`."""
-        return self.ended.done()
+        """Returns whether the thread has ended; see `termination`."""
+        return self.termination.done()
 
     @property
     def num_open(self) -> int:
@@ -391,26 +391,26 @@ class Driver:
         """Asks for the weights of the model and of its drafter; see `Engine.share_weights`."""
         return self.call(Engine.share_weights)
 
-    def drain(self, what: str = "The engine") -> PendingAnswer[None]:
+    def drain(self, subject: str = "The engine") -> PendingAnswer[None]:
         """Accepts no more requests, and answers when none is left. A pause ends with it.
 
         Args:
-            what: The thing that is shutting down, for the error of later requests.
+            subject: The thing that is shutting down, for the error of later requests.
         """
         turns = self.turns
         answer = PendingAnswer[None]()
         # Here and not in the command: from now on other threads may add nothing.
-        turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
+        turns.draining = turns.draining or ShuttingDown(f"{subject} is shutting down")
         turns.post(Command(lambda engine: turns.begin_drain(answer), answer))
         return answer
 
-    def end_late(self, what: str = "The engine") -> PendingAnswer[int]:
-        """Ends every request that a drain has waited for too long; for `what` see `drain`.
+    def end_late(self, subject: str = "The engine") -> PendingAnswer[int]:
+        """Ends every request that a drain has waited for too long; for `subject` see `drain`.
 
         The answer is the number of those requests.
         """
         turns = self.turns
-        why = ShuttingDown(f"{what} is shutting down; the time to finish was over")
+        why = ShuttingDown(f"{subject} is shutting down; the time to finish was over")
         return self.call(lambda engine: turns.end_all(why))
 
     def fail(self, death: BaseException) -> None:

@@ -94,16 +94,16 @@ class DrivenModel(BuiltModel):
         """Encodes and checks all prompts, so that a bad one is refused before anything runs."""
         self._driver.check_awake()
         normalised = normalise(prompts)
-        each = one_each(
+        params_by_prompt = one_each(
             self.default_sampling_params() if params is None else params, len(normalised)
         )
         if receipt:
-            each = with_logprobs(each)
+            params_by_prompt = with_logprobs(params_by_prompt)
         adapters = self._adapters(one_each(lora_request, len(normalised), "lora_request"))
         requests = []
         checked: dict[int, CheckedParams] = {}  # keyed by `id()`: prompts may share parameters
         for index, (prompt, params_of_prompt, lora) in enumerate(
-            zip(normalised, each, adapters, strict=True)
+            zip(normalised, params_by_prompt, adapters, strict=True)
         ):
             if not isinstance(params_of_prompt, SamplingParams | BeamSearchParams):
                 raise TypeError(

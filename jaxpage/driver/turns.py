@@ -70,10 +70,10 @@ class Turns:
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         # This future ends with the turns. If an exception ended them, it has EngineFailed with that
         # cause.
-        self.ended: Future[None] = Future()
+        self.termination: Future[None] = Future()
         # The future counts as running, so that a waiter that is cancelled does not cancel it for
         # others.
-        self.ended.set_running_or_notify_cancel()
+        self.termination.set_running_or_notify_cancel()
         self.began: float | None = None  # the start of this turn; None if there is nothing to do
         self.before_step: Callable[[Callable[[], bool]], bool] | None = None
         # All requests by id, from their acceptance to their end: those that run, and those that
@@ -555,7 +555,7 @@ class Turns:
         self.is_over = True
         # End this future before any reader gets its error.
         # A future with None for its exception has ended well.
-        self.ended.set_exception(error if isinstance(error, EngineFailed) else None)
+        self.termination.set_exception(error if isinstance(error, EngineFailed) else None)
         self._updates += [(handle, copy_error(error)) for handle in list(self.live.values())]
         self._send_updates()
         for answer in list(self._later):

@@ -405,6 +405,8 @@ def _moves(
             moves.append((group, np.pad(part, ((0, size - len(part)), (0, 0)))))
         num_moved += len(group_ids)
     if num_moved < len(ids):
-        allowed = [f"{of[0].start} to {of[0].stop - 1}" for of in (sources, destinations)]
+        allowed = [
+            f"{ranges[0].start} to {ranges[0].stop - 1}" for ranges in (sources, destinations)
+        ]
         raise ValueError(f"{name} {pairs} leave the pools: ids are {allowed[0]} and {allowed[1]}")
     return tuple(moves)

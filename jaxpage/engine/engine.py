@@ -446,13 +446,13 @@ class Engine:
         if self.is_asleep:
             raise RuntimeError("the model sleeps: call wake_up first")
 
-    def _check_idle(self, what: str) -> None:
+    def _check_idle(self, action: str) -> None:
         if self.has_unfinished:
-            raise RuntimeError(f"{what} while requests are running or waiting")
+            raise RuntimeError(f"{action} while requests are running or waiting")
 
-    def _check_unpinned(self, what: str, prefixes: str) -> None:
+    def _check_unpinned(self, action: str, prefixes: str) -> None:
         if pins := len(self.scheduler.pins):
-            raise RuntimeError(f"{what} while {prefixes} are pinned ({pins}); release them first")
+            raise RuntimeError(f"{action} while {prefixes} are pinned ({pins}); release them first")
 
     @property
     def is_asleep(self) -> bool:

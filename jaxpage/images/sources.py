@@ -21,10 +21,12 @@ def base64_in(url: str) -> str:
     # A media type is short, and the pattern must not look for a comma in megabytes of base64.
     if (match := _DATA_URL.match(url[:1024])) is None:
         kind = re.match(r"[A-Za-z][A-Za-z0-9+.-]*(?=:)", url[:32])
-        what = f"a URL of {kind[0]!r}" if kind and kind[0].lower() != "data" else show(url[:40])
+        description = (
+            f"a URL of {kind[0]!r}" if kind and kind[0].lower() != "data" else show(url[:40])
+        )
         raise ValueError(
-            f"must be a data URL with base64 (data:image/png;base64,...), got {what}: nothing is "
-            "fetched, so send the picture itself"
+            f"must be a data URL with base64 (data:image/png;base64,...), got {description}: "
+            "nothing is fetched, so send the picture itself"
         )
     return url[match.end() :]
 

@@ -177,11 +177,11 @@ class GatedDeltaNet(nnx.Module):
             # Each goes in front, because the first source is taken whose tensors are all there.
             # Where the parts are of equal size, both ways are the same source.
             for parts in dict.fromkeys((equal, widths.parts)):
-                each = [
+                tensors = [
                     tensor(f"{name}.{part}_conv1d.weight", rows, *kernel)
                     for part, rows in zip("qkv", parts, strict=True)
                 ]
-                convolution.insert(0, concatenate(each))
+                convolution.insert(0, concatenate(tensors))
         rate = tensor(f"{name}.A_log", heads)
         if widths.by_channel:
             # Kimi Linear stores a rate for each head with axes of one around it.

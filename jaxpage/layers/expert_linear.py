@@ -78,10 +78,10 @@ class ExpertLinearSpec:
         Args:
             make_source: Gives the source of the module that has this name.
         """
-        each = [
+        by_expert = [
             concatenate([make_source(module) for module in modules]) for modules in self.modules
         ]
-        return [stack(each)] if each else []
+        return [stack(by_expert)] if by_expert else []
 
     @property
     def stacked_shape(self) -> tuple[int, int, int]:

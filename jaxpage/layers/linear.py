@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.activations import activate, name_in_kernels
 from jaxpage.layers.lora import LoRA
-from jaxpage.layers.matmul import finished_matmul, matmul
+from jaxpage.layers.matmul import matmul, matmul_and_finish
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
 from jaxpage.layers.weight_kinds import StoredWeight
 
@@ -103,8 +103,10 @@ class LinearSpec:
     @property
     def output_axis(self) -> Axis:
         """Returns the name of the axis of the outputs, or its parts."""
-        each = tuple((part.axis, rows) for part in self.parts for rows in part.each or (part.rows,))
-        return each[0][0] if len(each) == 1 else each
+        axis_parts = tuple(
+            (part.axis, rows) for part in self.parts for rows in part.each or (part.rows,)
+        )
+        return axis_parts[0][0] if len(axis_parts) == 1 else axis_parts
 
 
 class Linear(nnx.Module):
@@ -159,7 +161,7 @@ class Linear(nnx.Module):
         if self.lora is not None or not is_known or (self.bias is None and activation is None):
             return None
         bias_O = None if self.bias is None else self.bias[...]
-        return finished_matmul(x_TI, self.weight, bias_O, name, result=self.result)
+        return matmul_and_finish(x_TI, self.weight, bias_O, name, result=self.result)
 
     def add_lora(self, num_slots: int, rank: int) -> None:
         """Adds slots for adapters of at most this rank."""

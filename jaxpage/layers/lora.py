@@ -67,8 +67,8 @@ class LoRA(nnx.Module):
             slot = adapters.present[index]
             a, b = (
                 # Slots count from 1, because 0 stands for a token without an adapter.
-                jax.lax.dynamic_index_in_dim(of[...], slot - 1, keepdims=False)
-                for of in (self.a, self.b)
+                jax.lax.dynamic_index_in_dim(matrix[...], slot - 1, keepdims=False)
+                for matrix in (self.a, self.b)
             )
             inner = jnp.split(matmul(x_TI, a), len(self.rows), axis=1)
             added = [

@@ -53,7 +53,7 @@ def matmul(
 
 
 @jax.named_scope("matmul")
-def finished_matmul(
+def matmul_and_finish(
     x_TI: Float[Array, "T I"],
     weight: StoredWeight,
     bias_O: Float[Array, "O"] | None,

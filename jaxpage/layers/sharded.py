@@ -46,7 +46,7 @@ class Summed(nnx.Module):
         return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
 
 
-def _whole_part(number: int, what: str, sharding: Sharding) -> int:
+def _whole_part(number: int, label: str, sharding: Sharding) -> int:
     """Returns a shard's share of things that stay whole.
 
     Raises:
@@ -55,7 +55,7 @@ def _whole_part(number: int, what: str, sharding: Sharding) -> int:
     count = sharding.num_shards
     if number % count:
         raise ConfigError(
-            f"tensor_parallel_size: {number} {what} cannot be divided into {count} equal parts; use fewer devices, with "
+            f"tensor_parallel_size: {number} {label} cannot be divided into {count} equal parts; use fewer devices, with "
             "tensor_parallel_reduction 'fast'"
         )
     return number // count
@@ -104,11 +104,11 @@ class ShardedAttention(nnx.Module):
             keys = self._norm(
                 self.key_norm, keys, min(self.sharding.num_shards, self.sharding.num_kv_heads)
             )
-        each = zip(self.shards, queries, keys, values, layer_pages, self._places(), strict=True)
+        by_shard = zip(self.shards, queries, keys, values, layer_pages, self._places(), strict=True)
         parts, pages = zip(
             *(
                 shard.attend(q, k, v, shard_pages, context, at)
-                for shard, q, k, v, shard_pages, at in each
+                for shard, q, k, v, shard_pages, at in by_shard
             ),
             strict=True,
         )
@@ -147,9 +147,9 @@ class _OfShards(nnx.Module):
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer, and the pages of each shard."""
-        each = zip(self.shards, layer_pages, strict=True)
+        by_shard = zip(self.shards, layer_pages, strict=True)
         parts, pages = zip(
-            *(shard(x_TD, shard_pages, context) for shard, shard_pages in each), strict=True
+            *(shard(x_TD, shard_pages, context) for shard, shard_pages in by_shard), strict=True
         )
         return self.output(parts, x_TD), pages
 

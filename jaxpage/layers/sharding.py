@@ -93,9 +93,9 @@ class Sharding:
         if axis == "vocab":
             return -(-size // count)
         if size % count:
-            what = SHARED.get(str(axis), axis)
+            label = SHARED.get(str(axis), axis)
             raise ConfigError(
-                f"tensor_parallel_size: {size} {what} cannot be divided into {count} equal parts"
+                f"tensor_parallel_size: {size} {label} cannot be divided into {count} equal parts"
             )
         return size // count
 

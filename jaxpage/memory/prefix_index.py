@@ -278,7 +278,9 @@ class PrefixIndex:
         assert len(self._block_of) == len(self._entries), "two blocks have one digest"
         parents = {block: entry.parent for block, entry in self._entries.items()}
         after = {(parent, block) for block, parent in parents.items() if isinstance(parent, int)}
-        noted = {(parent, block) for parent, of in self._children.items() for block in of}
+        noted = {
+            (parent, block) for parent, children in self._children.items() for block in children
+        }
         assert after == noted, "a block after another is lost"
         assert all(self._children.values()), "an empty set of children"
         for block, (digest, parent, token_ids) in self._entries.items():

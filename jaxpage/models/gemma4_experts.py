@@ -60,9 +60,9 @@ class Gemma4Experts(nnx.Module):
                 )
             )
 
-        both: Axis = (("ffn", inner), ("ffn", inner))
+        gate_up_axis: Axis = (("ffn", inner), ("ffn", inner))
         self.experts = Experts(
-            stack("gate_up_proj", (width, 2 * inner), ("embed", both)),
+            stack("gate_up_proj", (width, 2 * inner), ("embed", gate_up_axis)),
             stack("down_proj", (inner, width), ("ffn", "embed")),
             activation=config.activation,
             swiglu=None,

@@ -288,14 +288,14 @@ class SharedBlock(nnx.Module):
             dtype: The type of the parameters.
         """
         at = scope_of_block(config, layer, dtype)
-        both = 2 * config.hidden_size
+        input_width = 2 * config.hidden_size
         # Heads share the width of two hidden states, and scores are scaled for the width of one.
         scores = Scores(scale=(config.kv.head_dim / 2) ** -0.5)
         # Every hybrid layer has two layers of the cache, of which the first has keys and values.
         place = config.layer_places[layer][0]
-        self.norm = norms.rms_norm(config, at / "input_layernorm", width=both)
+        self.norm = norms.rms_norm(config, at / "input_layernorm", width=input_width)
         self.attention = attention.grouped_query_attention(
-            config, place, at / "self_attn", scores=scores, input_width=both
+            config, place, at / "self_attn", scores=scores, input_width=input_width
         )
         self.mlp_norm = norms.rms_norm(config, at / "pre_ff_layernorm")
         self.mlp = mlp.gated_mlp(config, at / "feed_forward", names=MLP_NAMES)

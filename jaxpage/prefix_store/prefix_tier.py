@@ -64,10 +64,10 @@ class PrefixTier(Events):
         digests = self._index.extend(sequence.block_digests, content_ids, salt, num_blocks)[
             :num_blocks
         ]
-        there = self._index.match(digests, content_ids, salt)
+        matched = self._index.match(digests, content_ids, salt)
         restored: list[tuple[int, Contents]] = []
-        parent: Parent = there[-1] if there else salt
-        blocks = itertools.islice(self._blocks(digests, content_ids), len(there), None)
+        parent: Parent = matched[-1] if matched else salt
+        blocks = itertools.islice(self._blocks(digests, content_ids), len(matched), None)
         for block in blocks:
             if not self._cached.has_room or (contents := self._files.read(block)) is None:
                 break
@@ -77,7 +77,7 @@ class PrefixTier(Events):
         self._files.skip_damaged(blocks)  # the rest is computed and can be written again
         if restored:
             self._access.write_blocks(restored)
-            self._cached.refresh([*there, *(place for place, _ in restored)])
+            self._cached.refresh([*matched, *(place for place, _ in restored)])
 
     def stepped(self, report: StepReport) -> None:
         """Writes the blocks of finished sequences, which are free but still have their contents."""

@@ -39,7 +39,7 @@ class Differs(StepAbandoned):
 def differ(
     place: str,
     logged: Record | None,
-    came: Record | None,
+    replayed: Record | None,
     plan: Record,
     names: tuple[str, str] = ("logged", "came out"),
 ) -> NoReturn:
@@ -48,17 +48,19 @@ def differ(
     Args:
         place: The place in the log, in words.
         logged: The record of the first side; None if it has none.
-        came: The record of the second side; None if it has none.
+        replayed: The record of the second side; None if it has none.
         plan: The last plan of the first side.
         names: The names of the two sides.
     """
-    if logged is None or came is None or came["event"] != logged["event"]:
-        raise Differs(_contrast(place, _summary(logged), _summary(came), names))
+    if logged is None or replayed is None or replayed["event"] != logged["event"]:
+        raise Differs(_contrast(place, _summary(logged), _summary(replayed), names))
     name = next(
-        name for name in (*came, *logged) if came.get(name, _NOTHING) != logged.get(name, _NOTHING)
+        name
+        for name in (*replayed, *logged)
+        if replayed.get(name, _NOTHING) != logged.get(name, _NOTHING)
     )
     label = name
-    ours = came.get(name, _NOTHING)
+    ours = replayed.get(name, _NOTHING)
     theirs = logged.get(name, _NOTHING)
     if isinstance(ours, list) and isinstance(theirs, list):
         pairs = enumerate(zip_longest(ours, theirs, fillvalue=_NOTHING))
@@ -68,7 +70,7 @@ def differ(
             label += f" of sequence {_sequence_of(plan, index)}"
     legend = f"\n  ({name}: {_LEGENDS[name]})" if name in _LEGENDS else ""
     raise Differs(
-        _contrast(f"{place}, {label} of its {came['event']}", theirs, ours, names) + legend
+        _contrast(f"{place}, {label} of its {replayed['event']}", theirs, ours, names) + legend
     )
 
 
@@ -100,6 +102,6 @@ def _summary(record: Record | None) -> str:
     return f"{record['event']} {show(fields) if fields else ''}".rstrip()
 
 
-def _contrast(place: str, logged: Any, came: Any, names: tuple[str, str]) -> str:
+def _contrast(place: str, logged: Any, replayed: Any, names: tuple[str, str]) -> str:
     width = max(map(len, names)) + 3
-    return f"{place}\n  {f'{names[0]}:':<{width}}{logged}\n  {f'{names[1]}:':<{width}}{came}"
+    return f"{place}\n  {f'{names[0]}:':<{width}}{logged}\n  {f'{names[1]}:':<{width}}{replayed}"

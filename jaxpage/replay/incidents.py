@@ -207,8 +207,8 @@ def scrub(record: Record) -> Record:
                 for name, value in fields.get("beam", {}).items()
                 if name not in _OF_TEXT
             }
-            both = {"params": params, "beam": beam}
-            requested: Record = {name: both[name] for name in both if name in fields}
+            objects = {"params": params, "beam": beam}
+            requested: Record = {name: objects[name] for name in objects if name in fields}
             if "present" in fields:
                 requested["present"] = [
                     {**sequence, "token_ids": [None] * len(sequence["token_ids"])}

@@ -269,20 +269,20 @@ class Replay:
     def _compare(self, record: Record) -> None:
         """Compares a record of the engine with the logged one."""
         logged = self._log.next
-        came = json.loads(encode_record(record))
+        replayed = json.loads(encode_record(record))
         if logged is None:
-            raise _EndsInside(came["step"])
-        if without_text(logged) != without_text(came):
-            self._differ(logged, came)
+            raise _EndsInside(replayed["step"])
+        if without_text(logged) != without_text(replayed):
+            self._differ(logged, replayed)
         self._log.take()
         if self._viewer is not None:
             self._viewer.follow(logged)
-        if came["event"] == "plan":
-            self._plan = came
+        if replayed["event"] == "plan":
+            self._plan = replayed
             self._foresee()
-        elif came["event"] == "result":
+        elif replayed["event"] == "result":
             self._num_steps += 1
-            self._num_tokens += _num_tokens(came)
+            self._num_tokens += _num_tokens(replayed)
             if self._bar is not None:
                 self._bar.update()
 
@@ -299,12 +299,12 @@ class Replay:
             case _:
                 raise _Interrupted
 
-    def _differ(self, logged: Record, came: Record | None) -> NoReturn:
+    def _differ(self, logged: Record, replayed: Record | None) -> NoReturn:
         place = f"First difference: step {logged.get('step')} (line {self._log.line})"
-        if came is not None and came["event"] == logged["event"]:
+        if replayed is not None and replayed["event"] == logged["event"]:
             logged = without_text(logged)
-            came = without_text(came)
-        differ(place, logged, came, self._plan)
+            replayed = without_text(replayed)
+        differ(place, logged, replayed, self._plan)
 
 
 class LoggedDrafts(NoSpeculation):

@@ -95,12 +95,12 @@ async def _serve(
 
     def handle_signal(number: int) -> None:
         serving.signal()
-        what = (
+        action = (
             "ending at once"
             if serving.is_hurried
             else "finishing what runs; a second signal ends it at once"
         )
-        logger.info("%s: %s", signal.Signals(number).name, what)
+        logger.info("%s: %s", signal.Signals(number).name, action)
         if serving.is_hurried:
             # Without the timer a step of the engine or a thread that waits could keep the process
             # alive for long.
@@ -117,7 +117,7 @@ class Driving(Protocol):
     """Drives one engine, as `AsyncDriver` does, or several."""
 
     @property
-    def ended(self) -> Future[None]:
+    def termination(self) -> Future[None]:
         """Returns a future that ends with the engines."""
         ...
 
@@ -129,7 +129,7 @@ class Driving(Protocol):
         """Returns the values of all metrics, or raises JaxpageError if there are none."""
         ...
 
-    async def wait_until_drained(self, timeout: float | None, what: str = "The engine") -> bool:
+    async def wait_until_drained(self, timeout: float | None, subject: str = "The engine") -> bool:
         """Accepts no more requests, and waits until all have finished."""
         ...
 
@@ -311,7 +311,7 @@ def _end_process() -> None:
 
 async def _wait_for_end(driver: Driving) -> None:
     with contextlib.suppress(Exception):  # the driver has logged it
-        await asyncio.wrap_future(driver.ended)
+        await asyncio.wrap_future(driver.termination)
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:

@@ -430,6 +430,9 @@ def _open(
     sized = functools.partial(min_sizes, channels=channels, host_rank=server.host_rank)
     together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
     hooks = Hooks(
-        progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together
+        progress=not server.log_json,
+        phase=start_up.phase,
+        revise_sizes=sized,
+        before_steps=together,
     )
     return open_engine(engine, hooks), channels

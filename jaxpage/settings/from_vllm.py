@@ -36,16 +36,16 @@ def _table() -> Mapping[str, Any]:
 
 
 @functools.cache
-def answers(what: str) -> Mapping[str, FlagAnswer]:
+def answers(group: str) -> Mapping[str, FlagAnswer]:
     """Returns the answers by the name of vLLM.
 
     Args:
-        what: "flags" of `vllm serve`, "fields" of requests, "settings" of `LLM` that have other
+        group: "flags" of `vllm serve`, "fields" of requests, "settings" of `LLM` that have other
             answers than their flags, parameters of "sampling", or "metrics" without their prefix.
     """
     return {
         name: FlagAnswer(kind, text)
-        for kind, texts in _table()[what].items()
+        for kind, texts in _table()[group].items()
         for text, names in texts.items()
         for name in names.split()
     }
@@ -66,14 +66,14 @@ def answer_for_flag(word: str) -> str | None:
     return None
 
 
-def answer_for_keyword(what: Literal["settings", "sampling"], name: str) -> FlagAnswer | None:
+def answer_for_keyword(group: Literal["settings", "sampling"], name: str) -> FlagAnswer | None:
     """Returns the answer to a keyword of vLLM's `LLM` or `SamplingParams`, or None.
 
     A setting without an answer of its own has that of its flag, in which flags are keywords.
     """
-    if name in answers(what):
-        return answers(what)[name]
-    answer = answers("flags").get(f"--{name.replace('_', '-')}") if what == "settings" else None
+    if name in answers(group):
+        return answers(group)[name]
+    answer = answers("flags").get(f"--{name.replace('_', '-')}") if group == "settings" else None
     if answer is None or answer.kind == "same":
         # Flags that are the same and no settings are of the server.
         return answer and FlagAnswer(
@@ -99,12 +99,12 @@ _KEYWORDS = frozenset(
 
 
 def without_neutral(
-    what: Literal["settings", "sampling"], known: Mapping[str, Any], values: Mapping[str, Any]
+    group: Literal["settings", "sampling"], known: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns keywords without those of vLLM that ask for what jaxpage does anyway.
 
     Args:
-        what: The keywords are those of "settings" or of "sampling".
+        group: The keywords are those of "settings" or of "sampling".
         known: The keywords that jaxpage has, which all stay.
         values: The keywords that the caller gave.
     """
@@ -112,13 +112,13 @@ def without_neutral(
         name: value
         for name, value in values.items()
         if name in known
-        or answer_for_keyword(what, name) is None
-        or not _asks_nothing(what, name, value)
+        or answer_for_keyword(group, name) is None
+        or not _asks_nothing(group, name, value)
     }
 
 
-def _asks_nothing(what: str, name: str, value: Any) -> bool:
-    values = _table()["neutral"][what].get(name)
+def _asks_nothing(group: str, name: str, value: Any) -> bool:
+    values = _table()["neutral"][group].get(name)
     if value is None:
         return True
     if isinstance(value, bool) and isinstance(values, list) and True in values:

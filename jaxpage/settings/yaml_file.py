@@ -139,10 +139,10 @@ def _construct(path: Path, loader: _StrictLoader, sections: Collection[str]) -> 
     return mapping
 
 
-def _entries(path: Path, node: yaml.Node, what: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
+def _entries(path: Path, node: yaml.Node, label: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-        raise ConfigError(f"{_place(path, node)}: {what} must be a mapping, not {kind}")
+        raise ConfigError(f"{_place(path, node)}: {label} must be a mapping, not {kind}")
     check_keys(node)
     entries: list[tuple[yaml.ScalarNode, yaml.Node]] = node.value
     return entries

@@ -134,14 +134,14 @@ def walk_steps(
             f"sequence {sequence_id}: {count}" for sequence_id, count in owners.items()
         )
         print(f"-- step {step}: tokens to compute: {work}")
-        for what, pairs in (
+        for operation, pairs in (
             ("copy on write", plan.copies),
             ("swap out", plan.swap_out),
             ("swap in", plan.swap_in),
         ):
             if pairs:
                 print(
-                    f"   {what}: {', '.join(f'{source} -> {destination}' for source, destination in pairs)}"
+                    f"   {operation}: {', '.join(f'{source} -> {destination}' for source, destination in pairs)}"
                 )
         if plan.preempted:
             print(f"   preempted, whole: request {', '.join(plan.preempted)}")

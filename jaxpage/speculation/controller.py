@@ -284,10 +284,12 @@ class Controller:
         self.costs.add(shape, depth, seconds)
         self._last_run[shape] = self._step
         if num_requested := sum(self._requested.values()):
-            each = asking * self._unit / num_requested
+            unit_seconds = asking * self._unit / num_requested
             # A pause of the host while drafts are asked for says nothing of their cost.
             self._asking += (
-                GAIN * (min(each, 4 * self._asking) - self._asking) if self._asking else each
+                GAIN * (min(unit_seconds, 4 * self._asking) - self._asking)
+                if self._asking
+                else unit_seconds
             )
 
     def _shapes(self, num_rows: int) -> list[Shape]:

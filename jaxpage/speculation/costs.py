@@ -63,9 +63,9 @@ class Costs:
         """Returns the seconds of a step at a draft depth; None is without a device drafter."""
         known = self._at_start[shape]
         seconds = known[0 if depth is None else min(1 + depth, len(known) - 1)]
-        each, context = self._of_context[shape]
+        per_token, context = self._of_context[shape]
         # A shorter context saves at most half: a step has other work, too.
-        seconds = max(seconds / 2, seconds + each * (self.context - context))
+        seconds = max(seconds / 2, seconds + per_token * (self.context - context))
         return self.pace * self._factor[shape] * seconds
 
     def add(self, shape: Shape, depth: int | None, seconds: float) -> None:

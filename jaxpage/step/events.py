@@ -60,9 +60,9 @@ class Both(Events):
 
 
 def _report_both(event: str) -> Callable[..., None]:
-    def report(both: Both, *details: Any) -> None:
-        getattr(both._first, event)(*details)
-        getattr(both._second, event)(*details)
+    def report(listeners: Both, *details: Any) -> None:
+        getattr(listeners._first, event)(*details)
+        getattr(listeners._second, event)(*details)
 
     return report
 

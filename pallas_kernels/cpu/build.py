@@ -133,8 +133,8 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
-    said = [process.communicate()[1] for process in running]
-    for command, process, errors in zip(commands, running, said, strict=True):
+    outputs = [process.communicate()[1] for process in running]
+    for command, process, errors in zip(commands, running, outputs, strict=True):
         if process.returncode:
             lines = errors.strip().splitlines() or [f"exit status {process.returncode}"]
             reason = next((line for line in lines if "error" in line), lines[-1])

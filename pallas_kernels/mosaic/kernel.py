@@ -111,9 +111,9 @@ def _turns(plan: Plan, tiles: Any, tile: jax.Array, split: jax.Array) -> Turns:
     begin = lax.div(_first_seen(plan, tiles, tile), jnp.int32(plan.context))
     # A tile that sees nothing has LAST = -1.
     end = lax.div(tiles[tile, LAST] + plan.context, jnp.int32(plan.context))
-    each = turns_per_split(plan, end - begin)
-    begin = begin + split * each
-    return Turns(begin, jnp.minimum(each, end - begin))
+    num_turns = turns_per_split(plan, end - begin)
+    begin = begin + split * num_turns
+    return Turns(begin, jnp.minimum(num_turns, end - begin))
 
 
 def _first_seen(plan: Plan, tiles: Any, tile: jax.Array) -> jax.Array:

@@ -111,8 +111,8 @@ def attend(
     def paged_attention(*refs: Any) -> None:
         # `Operands` has a place for every array, also for one that this call does not have.
         operands = list(refs) + [None] * (plan.splits == 1)
-        for place, there in ((5, plan.tree), (6, plan.sinks)):
-            if not there:
+        for place, is_present in ((5, plan.tree), (6, plan.sinks)):
+            if not is_present:
                 operands.insert(place, None)
         entry(plan, Operands(*operands))
 

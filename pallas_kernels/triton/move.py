@@ -220,10 +220,10 @@ def _in_flight(leaf_refs, offsets: list[int], staging_ref) -> list[list]:  # typ
 
     The compiler may not move loads past stores, because the arrays may be the same memory.
     """
-    each = list(zip(leaf_refs, offsets, strict=False))
+    leaves = list(zip(leaf_refs, offsets, strict=False))
     widest = max(leaf_ref.dtype.itemsize for leaf_ref in leaf_refs) // staging_ref.dtype.itemsize
     step = max(1, IN_FLIGHT // widest)  # values that are taken apart need more registers
-    return [each[start : start + step] for start in range(0, len(each), step)]
+    return [leaves[start : start + step] for start in range(0, len(leaves), step)]
 
 
 def _columns(leaf_ref, tile: jax.Array, num_tiles: int) -> tuple[jax.Array, jax.Array | None]:  # type: ignore[no-untyped-def]

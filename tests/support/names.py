@@ -97,6 +97,8 @@ _FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.MatchAs: ("name",),
 }
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
+# Words that no local of the wheel and the tools is called by, either.
+PARTICLES = frozenset({"both", "came", "here", "of", "said", "there", "what", "without"})
 
 
 def is_participle(name: str) -> bool:
@@ -118,10 +120,14 @@ def participles(modules: Sequence[Module]) -> tuple[list[str], int]:
     return names, count
 
 
-def pronouns(modules: Sequence[Module]) -> tuple[list[str], int]:
+def pronouns(modules: Sequence[Module], words: Collection[str] = PRONOUNS) -> tuple[list[str], int]:
     """Returns the locals and arguments that are named by a pronoun, and the number of all.
 
     A name counts once for each function that binds it.
+
+    Args:
+        modules: The modules.
+        words: The pronouns.
     """
     names = []
     count = 0
@@ -131,7 +137,7 @@ def pronouns(modules: Sequence[Module]) -> tuple[list[str], int]:
                 bound = set(bound_names(node))
                 count += len(bound)
                 place = f"{module.path}:{node.lineno}"
-                names += [f"{place}: {name}" for name in sorted(bound & PRONOUNS)]
+                names += [f"{place}: {name}" for name in sorted(bound.intersection(words))]
     return names, count
 
 

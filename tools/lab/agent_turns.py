@@ -188,8 +188,8 @@ def read_message(answer: dict[str, Any]) -> Turn:
     cached = usage["cache_read_input_tokens"]
     num_prompt = usage["input_tokens"] + cached
     (call_id,) = [block["id"] for block in content if block["type"] == "tool_use"]
-    said = [{"role": "assistant", "content": content}]
-    return Turn(num_prompt, cached, num_prompt + usage["output_tokens"], call_id, said)
+    messages = [{"role": "assistant", "content": content}]
+    return Turn(num_prompt, cached, num_prompt + usage["output_tokens"], call_id, messages)
 
 
 def read_response(answer: dict[str, Any]) -> Turn:

@@ -108,11 +108,11 @@ def cells(pairs: Sequence[Pair]) -> list[str]:
     An output is compared with that of the same prompt in the run without drafts before it.
     """
     rates = [run.rate for run, _ in pairs]
-    ratios = [run.rate / mean_rate(without) for run, without in pairs]
+    ratios = [run.rate / mean_rate(baseline) for run, baseline in pairs]
     equal = [
         output == other
-        for run, without in pairs
-        for output, other in zip(run.outputs, without[0].outputs, strict=True)
+        for run, baseline in pairs
+        for output, other in zip(run.outputs, baseline[0].outputs, strict=True)
     ]
     return [
         f"{median(run.tokens_per_step for run, _ in pairs):.2f}",

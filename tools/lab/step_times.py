@@ -77,9 +77,9 @@ class StepCase:
     num_layers: int | None = None  # None for the model's number
 
     def __str__(self) -> str:
-        what = f"chunk {self.chunk}" if self.chunk else f"decode {self.rows} rows"
+        work = f"chunk {self.chunk}" if self.chunk else f"decode {self.rows} rows"
         layers = f", {self.num_layers} layers" if self.num_layers else ""
-        return f"{self.model}{layers}, {what}, context {self.context}, {self.sampling}"
+        return f"{self.model}{layers}, {work}, context {self.context}, {self.sampling}"
 
     @property
     def bucket(self) -> Bucket:

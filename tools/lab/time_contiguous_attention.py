@@ -135,13 +135,13 @@ def others() -> str:
 
     None is timed, because the interfaces of their versions differ.
     """
-    there = []
+    sentences = []
     for name in ("flashinfer-python", "vllm", "flash-attn"):
         try:
-            there.append(f"{name} {metadata.version(name)} is there and not timed")
+            sentences.append(f"{name} {metadata.version(name)} is there and not timed")
         except metadata.PackageNotFoundError:
-            there.append(f"{name} is not there")
-    return ", ".join(there)
+            sentences.append(f"{name} is not there")
+    return ", ".join(sentences)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -237,8 +237,8 @@ def _bytes_on_disk(prefix_cache_directory: str | None, maximum: int) -> int:
         return 0
     directory = Path(prefix_cache_directory)
     # The directory may be made later, on the disk of the nearest one that is there.
-    there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    return min(maximum, shutil.disk_usage(there).free)
+    nearest = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    return min(maximum, shutil.disk_usage(nearest).free)
 
 
 def find_refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:

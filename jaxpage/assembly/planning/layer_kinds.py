@@ -66,11 +66,11 @@ def check_batch_invariant(described: Described) -> None:
             raise UnsupportedError(f"batch_invariant with {problem}, or leave batch_invariant out")
 
 
-def refuse_recurrent(what: str, kv: KVSpec) -> None:
+def refuse_recurrent(program: str, kv: KVSpec) -> None:
     """Refuses recurrent layers for a program that counts only keys and values.
 
     Args:
-        what: The name of the program.
+        program: The name of the program.
         kv: The KV cache of the model's layers.
 
     Raises:
@@ -78,8 +78,8 @@ def refuse_recurrent(what: str, kv: KVSpec) -> None:
     """
     if any(kv.states):
         raise UnsupportedError(
-            f"{what} is not supported for a model with recurrent layers: it knows keys and values "
-            "alone"
+            f"{program} is not supported for a model with recurrent layers: it knows keys and "
+            "values alone"
         )
 
 
@@ -103,13 +103,13 @@ def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KV
         or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs)
     ):
         return
-    what, instead = (
+    feature, instead = (
         ("tree=True", "tree=False")
         if config.tree
         else (f"method {config.method!r}", "a method of chains")
     )
     raise UnsupportedError(
-        f"speculative_config: {what} is not supported for {model}: its layers, or those of what "
+        f"speculative_config: {feature} is not supported for {model}: its layers, or those of what "
         "drafts for it, have sliding "
         f"windows or states; use {instead}"
     )

@@ -73,9 +73,9 @@ class MetricsPoller:
             if counter in last:
                 figures[name] = int(last[counter] - first.get(counter, 0.0))
         for name, pair in _RATIOS.items():
-            of, among = (last.get(counter, 0.0) - first.get(counter, 0.0) for counter in pair)
-            if among:
-                figures[name] = of / among
+            part, total = (last.get(counter, 0.0) - first.get(counter, 0.0) for counter in pair)
+            if total:
+                figures[name] = part / total
         if during and figures:
             figures["server_series"] = series
         return figures

@@ -180,13 +180,13 @@ def _fit_layers(kv: KVSpec, target_kv: KVSpec, problems: Problems) -> tuple[int,
                 f"config.json: layer {layer} is one {kind}, of which the model has none with keys"
             )
             continue
-        for what, stated, expected in (
+        for quantity, stated, expected in (
             ("key/value heads and their width", kv.heads_of(layer), target_kv.heads_of(place)),
             ("sliding_window", window, target_kv.sliding_windows[place]),
         ):
             if stated != expected:
                 problems.add(
-                    f"config.json: in layers {kind}, as layer {layer}, {what} are {stated}, but "
+                    f"config.json: in layers {kind}, as layer {layer}, {quantity} are {stated}, but "
                     f"{expected} in the model"
                 )
     return places if len(places) == len(all_places) else None

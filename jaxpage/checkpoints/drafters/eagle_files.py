@@ -208,12 +208,12 @@ def _check_sizes(
         )
     for name in ("draft_vocab_size", "truncated_vocab_size"):
         if config.field(name, known) != known:
-            what = (
+            contradiction = (
                 f"there is no {TOKEN_MAPS[method]}"
                 if map_info is None
                 else f"{map_info.name} has {known} tokens"
             )
-            problems.add(f"config.json: {name} is {config.field(name)!r}, but {what}")
+            problems.add(f"config.json: {name} is {config.field(name)!r}, but {contradiction}")
 
 
 def _has_table(

@@ -225,7 +225,7 @@ def _check_truncation(
     known = vocab_size if token_map is None else len(token_map)
     stated = config.get("truncated_vocab_size")
     if stated is not None and stated != known:
-        what = (
+        contradiction = (
             f"there is no {TOKEN_MAP}" if token_map is None else f"{TOKEN_MAP} has {known} tokens"
         )
-        problems.add(f"config.json: truncated_vocab_size is {stated!r}, but {what}")
+        problems.add(f"config.json: truncated_vocab_size is {stated!r}, but {contradiction}")

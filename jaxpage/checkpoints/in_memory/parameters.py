@@ -116,7 +116,7 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
         and known.isdisjoint(arrays)
     ):
         problems.add(
-            "these are parameters as TrainableModel.load returns them: give model.named(parameters)"
+            "these are parameters as TrainableModel.load returns them: give model.name_parameters(parameters)"
         )
         problems.raise_if_any()
     plan = _fit(files, arrays, weights, problems)
@@ -238,8 +238,8 @@ def find_flaw(array: Any, dtypes: Collection[np.dtype[Any]] = _CODES) -> str | N
 
 def name_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
     """Returns the arrays of a loaded model by their names and in their shapes in its checkpoint."""
-    each = ((filled, entry_at(tree, filled.weight.path)) for filled in plan.parameters)
-    return {name: part for filled, array in each for name, part in _parts(plan, filled, array)}
+    pairs = ((filled, entry_at(tree, filled.weight.path)) for filled in plan.parameters)
+    return {name: part for filled, array in pairs for name, part in _parts(plan, filled, array)}
 
 
 def check_all_finite(plan: LoadPlan, tree: Mapping[Any, Any]) -> None:

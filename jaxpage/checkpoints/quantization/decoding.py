@@ -38,7 +38,7 @@ def check_scale(numbers: np.ndarray) -> str | None:
     """Returns what is wrong with scales: some are zero or not finite. None if nothing is."""
     values = np.asarray(numbers, np.float32)
     counts = {"not finite": int((~np.isfinite(values)).sum()), "zero": int((values == 0).sum())}
-    wrong = [f"{count} scales that are {what}" for what, count in counts.items() if count]
+    wrong = [f"{count} scales that are {defect}" for defect, count in counts.items() if count]
     return f"has {' and '.join(wrong)}" if wrong else None
 
 

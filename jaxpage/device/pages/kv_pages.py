@@ -105,8 +105,8 @@ def page_shapes(
             shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]
         elif interleaved and scale is None:
             slots = (count, block_size, 2 * num_kv_heads)
-            both = jax.ShapeDtypeStruct((*slots, interleaved_width(head_dim)), dtype)
-            shapes.append(LayerPages(both, None))  # type: ignore[arg-type]
+            shape = jax.ShapeDtypeStruct((*slots, interleaved_width(head_dim)), dtype)
+            shapes.append(LayerPages(shape, None))  # type: ignore[arg-type]
         else:
             shapes.append(LayerPages(page, page, scale, scale))  # type: ignore[arg-type]
     return tuple(shapes)
@@ -120,13 +120,13 @@ def divide_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPage
         num_local: The shards of the model on a device.
         mesh: The devices.
     """
-    each = tuple(layer for layer in of_shard for _ in range(num_local))
+    shapes = tuple(layer for layer in of_shard for _ in range(num_local))
     return tuple(
         jax.tree.map(
             lambda page: mesh.shapes_of_whole(
                 page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None
             ),
-            each,
+            shapes,
         )
     )
 

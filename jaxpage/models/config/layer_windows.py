@@ -53,7 +53,7 @@ def rotating_layers(fields: Fields) -> tuple[bool, ...]:
 
 
 def read_by_layer(
-    fields: Fields, name: str, usual: Sequence[T], is_right: Callable[[Any], bool], what: str
+    fields: Fields, name: str, usual: Sequence[T], is_right: Callable[[Any], bool], description: str
 ) -> list[T]:
     """Returns a list with a value for each layer.
 
@@ -62,14 +62,14 @@ def read_by_layer(
         name: The field.
         usual: The values where the field is absent or null.
         is_right: Returns whether a layer may have this value.
-        what: The description of such a value, for the error.
+        description: The description of such a value, for the error.
     """
     values = fields.get(name, None)
     if values is None:
         return list(usual)
     if isinstance(values, list) and len(values) == len(usual) and all(map(is_right, values)):
         return values
-    text = f"{name} must have {what} for each of {len(usual)} layers, not {values!r}"
+    text = f"{name} must have {description} for each of {len(usual)} layers, not {values!r}"
     fields.note_wrong(text, **{name: None, "num_hidden_layers": len(usual)})
     return list(usual)
 

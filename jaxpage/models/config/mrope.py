@@ -50,8 +50,8 @@ class Sections:
                 for number in range(num_pairs)
                 for axis in [number % NUM_AXES]
             )
-        each = ([index % NUM_AXES] * size for index, size in enumerate(sections))
-        axes = tuple(itertools.chain.from_iterable(each))
+        sections_of_axes = ([index % NUM_AXES] * size for index, size in enumerate(sections))
+        axes = tuple(itertools.chain.from_iterable(sections_of_axes))
         return axes if len(axes) == num_pairs else ()
 
 

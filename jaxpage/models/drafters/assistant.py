@@ -160,10 +160,10 @@ class Assistant(nnx.Module):
         """
         # Gemma scales embeddings by the root of the width, here that of the target.
         embedded_TS = self.tokens(token_ids_T) * self.spec.target_width**0.5
-        both = jnp.concatenate([embedded_TS, state_TS], axis=-1)
+        inputs = jnp.concatenate([embedded_TS, state_TS], axis=-1)
         layers: list[Any] = list(self.layers)
         output_TD, *_ = run_layers(
-            layers, self.norm, self.before(both), target_pages, context, self.spec.places
+            layers, self.norm, self.before(inputs), target_pages, context, self.spec.places
         )
         return output_TD
 

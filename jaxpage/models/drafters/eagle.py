@@ -145,8 +145,8 @@ class Eagle(_Eagle):
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Returns the hidden states, which are the next features, and the pages."""
-        both = jnp.concatenate([self.tokens(token_ids_T), feature_TD], axis=-1)
-        output_TD, pages, _ = run_layers(self.layers, None, self.fc(both), pages, context)
+        inputs = jnp.concatenate([self.tokens(token_ids_T), feature_TD], axis=-1)
+        output_TD, pages, _ = run_layers(self.layers, None, self.fc(inputs), pages, context)
         return output_TD, pages
 
 
@@ -207,8 +207,8 @@ class FusionLayer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
         normed_TD = self.feature_norm(feature_TD)
-        both = jnp.concatenate([self.embedding_norm(embedded_TD), normed_TD], axis=-1)
-        attended_TD, layer_pages = self.attention(both, layer_pages, context)
+        inputs = jnp.concatenate([self.embedding_norm(embedded_TD), normed_TD], axis=-1)
+        attended_TD, layer_pages = self.attention(inputs, layer_pages, context)
         x_TD = (normed_TD if self.norm_before_residual else feature_TD) + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
 
@@ -231,11 +231,11 @@ class Eagle3(_Eagle):
             if spec.norm_before_fc
             else None
         )
-        each = [
+        state_norms = [
             norms.rms_norm(decoder, at / f"fc_norm.{index}", width=spec.target_width)
             for index in range(len(spec.aux_layers))
         ]
-        self.state_norms = nnx.List(each) if spec.norm_each else None
+        self.state_norms = nnx.List(state_norms) if spec.norm_each else None
         self.fusion = FusionLayer(spec, at / "layers.0")
         self.layers = nnx.List(_make_layers(spec, 1, dtype))
         self.norm = norms.rms_norm(decoder, at / "norm")

@@ -65,8 +65,8 @@ class MtpHead(nnx.Module):
         """Returns the hidden states, which are the next features, and the pages."""
         embedded_TD = self.embedding_norm(context.place_vectors(self.tokens(token_ids_T)))
         parts = embedded_TD, self.hidden_norm(feature_TD)
-        both = jnp.concatenate(parts[::-1] if self.hidden_first else parts, axis=-1)
-        output_TD, pages, _ = run_layers(self.layers, self.norm, self.fc(both), pages, context)
+        inputs = jnp.concatenate(parts[::-1] if self.hidden_first else parts, axis=-1)
+        output_TD, pages, _ = run_layers(self.layers, self.norm, self.fc(inputs), pages, context)
         return output_TD, pages
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:

@@ -111,17 +111,17 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
     def note(path: Path, module: nnx.Module) -> None:
         if not isinstance(module, Linear) or not module.spec.takes_adapters:
             return
-        of = module.spec
+        spec = module.spec
         first = 0
-        whole = (of.num_in, len(of.parts), of.num_out)
-        for index, part in enumerate(of.parts):
+        whole = (spec.num_in, len(spec.parts), spec.num_out)
+        for index, part in enumerate(spec.parts):
             if part.name is not None:
                 targets[part.name] = LoRATarget(
                     path, range(index, index + 1), first, part.rows, *whole
                 )
             first += part.rows
-        if of.fused:
-            targets[of.fused] = LoRATarget(path, range(len(of.parts)), 0, of.num_out, *whole)
+        if spec.fused:
+            targets[spec.fused] = LoRATarget(path, range(len(spec.parts)), 0, spec.num_out, *whole)
 
     replace_modules(make_model(family, spec, "float32", None), note)
     others = {

@@ -192,7 +192,9 @@ class DecoderConfig(TextConfig):
             **usual.read_biases(fields),
         }
         if rotates is not None:
-            common["rope_by_layer"] = tuple(rotation if turns else None for turns in rotates)
+            common["rope_by_layer"] = tuple(
+                rotation if does_rotate else None for does_rotate in rotates
+            )
         return cls(**{**common, **more})
 
     @property

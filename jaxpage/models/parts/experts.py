@@ -109,9 +109,11 @@ def make_experts(
 
     outer = spec.latent_width or hidden_size
     # GPT-OSS stores gates and ups by turns, so that any range of columns has both.
-    both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
+    gate_up_axis: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
     if spec.has_gates:
-        up = stack("gate_up_proj", 2 * inner, outer, (both, "embed"), (names.gate, names.up))
+        up = stack(
+            "gate_up_proj", 2 * inner, outer, (gate_up_axis, "embed"), (names.gate, names.up)
+        )
     else:
         up = stack("up_proj", inner, outer, ("ffn", "embed"), (names.up,))
     down = stack("down_proj", outer, inner, ("embed", "ffn"), (names.down,))

@@ -47,12 +47,12 @@ def by_blocks(grid: np.typing.NDArray[Any], block: int) -> np.typing.NDArray[Any
 
 
 def check_whole(
-    what: str, height: int, width: int, block: int, num_patches: int | None = None
+    kind: str, height: int, width: int, block: int, num_patches: int | None = None
 ) -> None:
     """Refuses a picture whose patches are no whole blocks.
 
     Args:
-        what: What it is, for the error.
+        kind: What it is, for the error.
         height: The patches of a column.
         width: The patches of a row.
         block: The side of a block, in patches.
@@ -63,7 +63,7 @@ def check_whole(
     """
     if height % block or width % block or height * width != (num_patches or height * width):
         raise UnsupportedError(
-            f"a {what} of {height} x {width} patches has no whole blocks of {block} x {block}"
+            f"a {kind} of {height} x {width} patches has no whole blocks of {block} x {block}"
         )
 
 

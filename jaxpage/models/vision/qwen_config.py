@@ -235,8 +235,10 @@ def _read_rope(fields: vision_config.VisionFields, head_dim: int) -> Rope:
     plain = {"rope_type": "default", "rope_theta": parameters.get("rope_theta", 10_000.0)}
     # A rotation without scaling is the same for any number of positions.
     rope, _ = make_rope(plain, head_dim=head_dim // 2, max_position_embeddings=1)
-    each = rope.frequencies
-    return Rope((*each, *each), axes=(0,) * len(each) + (1,) * len(each))
+    frequencies = rope.frequencies
+    return Rope(
+        (*frequencies, *frequencies), axes=(0,) * len(frequencies) + (1,) * len(frequencies)
+    )
 
 
 def _read_square(fields: vision_config.VisionFields) -> int:

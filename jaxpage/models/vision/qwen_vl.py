@@ -219,11 +219,11 @@ def _inputs(
     if not spec.window:
         return patches.fill_up(inputs, size)
     order_R, window_R = grid.windows(spec.window)
-    each = spec.block**2
-    order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
+    block_size = spec.block**2
+    order_P = (order_R[:, None] * block_size + np.arange(block_size)).reshape(-1)
     inputs = {name: array[order_P] for name, array in inputs.items()}
-    inputs["window_P"] = np.repeat(1 + window_R, each)
-    row_R = np.zeros(size // each, np.int32)
+    inputs["window_P"] = np.repeat(1 + window_R, block_size)
+    row_R = np.zeros(size // block_size, np.int32)
     # Undoes the order of windows: rows of the text model go by rows of the picture.
     row_R[: grid.num_blocks] = np.argsort(order_R)
     return {**patches.fill_up(inputs, size), "row_R": row_R}

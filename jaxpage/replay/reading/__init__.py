@@ -4,7 +4,7 @@ from jaxpage.replay.log_walk import (
     SequenceWalk,  # holds the state of one sequence of a log
     num_prompt_tokens,  # gives the length of a recorded prompt
 )
-from jaxpage.replay.reading.looking import (
+from jaxpage.replay.reading.log_reading import (
     check_until,  # checks that a log has a step
     first_difference,  # finds the first difference of two logs
     header_differences,  # yields the differences between the headers of two logs

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpage.device.inputs import Bucket, BucketMenu
 from jaxpage.errors import EventLogError
 from jaxpage.replay.log_walk import Walk, num_prompt_tokens
-from jaxpage.replay.reading.looking import follow_checked, header_of, records_of
+from jaxpage.replay.reading.log_reading import follow_checked, header_of, records_of
 from jaxpage.replay.recorder import Record, usual_draws
 from jaxpage.step.draft import PLACEHOLDER, chain
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpage.checkpoints.finding import local_model
 from jaxpage.checkpoints.tokenizers import open_tokenizer
-from jaxpage.replay.reading.looking import header_of, records_of
+from jaxpage.replay.reading.log_reading import header_of, records_of
 from jaxpage.replay.recorder import Record
 
 

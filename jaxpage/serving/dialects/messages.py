@@ -157,8 +157,8 @@ class MessageAnswer(InBlocks):
             {"type": "message_stop", **self._receipt},
         ]
 
-    def _of_block(self, what: str, **fields: Any) -> dict[str, Any]:
-        return {"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields}
+    def _of_block(self, event: str, **fields: Any) -> dict[str, Any]:
+        return {"type": f"content_block_{event}", "index": len(self._blocks) - 1, **fields}
 
     def _write_block(self, block: AnswerBlock) -> dict[str, Any]:
         if block.is_call:

@@ -90,18 +90,18 @@ class OllamaAnswer(InBlocks):
         return [] if block.is_call else [self._part({block.kind: text})]
 
     def _close_block(self, block: AnswerBlock) -> list[dict[str, Any]]:
-        said = self._call_of(block) if block.is_call else {}
-        return [self._part(said)] if said else []
+        message = self._call_of(block) if block.is_call else {}
+        return [self._part(message)] if message else []
 
     def _end(self) -> list[dict[str, Any]]:
         return [{**self._line({}), **self._ending_fields()}]
 
     def _answer(self) -> dict[str, Any]:
-        said: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         for block in self._blocks:
             for name, value in self._write_block(block).items():
-                said[name] = said[name] + value if name in said else value
-        return {**self._line(said), **self._ending_fields()}
+                message[name] = message[name] + value if name in message else value
+        return {**self._line(message), **self._ending_fields()}
 
     def _write_block(self, block: AnswerBlock) -> dict[str, Any]:
         return self._call_of(block) if block.is_call else {block.kind: block.text}
@@ -117,11 +117,11 @@ class OllamaAnswer(InBlocks):
         # LiteLLM joins the calls of a stream unless it finds the index here.
         return {"tool_calls": [{"id": block.call_id, "index": index, "function": called}]}
 
-    def _part(self, said: dict[str, Any]) -> dict[str, Any]:
-        return {**self._line(said), "done": False}
+    def _part(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {**self._line(message), "done": False}
 
-    def _line(self, said: dict[str, Any]) -> dict[str, Any]:
-        return _line(self.model, said, is_chat=self._is_chat)
+    def _line(self, message: dict[str, Any]) -> dict[str, Any]:
+        return _line(self.model, message, is_chat=self._is_chat)
 
     def _ending_fields(self) -> dict[str, Any]:
         """Returns how the answer ended, its tokens, and times in nanoseconds."""
@@ -173,9 +173,9 @@ class OllamaLoaded:
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
-        said = _line(self.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
+        line = _line(self.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
         taken = _nanoseconds(total_duration=self.load_seconds, load_duration=self.load_seconds)
-        return {**said, "done": True, "done_reason": "load", **taken}
+        return {**line, "done": True, "done_reason": "load", **taken}
 
 
 class OllamaVectors(EmbeddingAnswer):
@@ -209,10 +209,10 @@ def ollama_time(seconds: float) -> str:
     )
 
 
-def _line(model: str, said: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    content = said.get("content", "")
-    thinking = {"thinking": said["reasoning"]} if "reasoning" in said else {}
-    calls = {"tool_calls": said["tool_calls"]} if "tool_calls" in said else {}
+def _line(model: str, message: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    content = message.get("content", "")
+    thinking = {"thinking": message["reasoning"]} if "reasoning" in message else {}
+    calls = {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
     now = ollama_time(time.time())
     if is_chat:
         return {

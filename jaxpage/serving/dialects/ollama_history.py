@@ -48,7 +48,7 @@ def messages_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _message(message: OllamaMessage, index: int, calls: _Calls) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    chat_message: dict[str, Any] = {
         "role": message.role,
         "content": content_of(message.content or "", message.images),
     }
@@ -58,17 +58,21 @@ def _message(message: OllamaMessage, index: int, calls: _Calls) -> dict[str, Any
         raise ApiError(400, text, param=path)
     if message.role == "tool":
         call = calls.call_of(message, index)
-        return {**said, "tool_call_id": call.id, **({"name": call.name} if call.name else {})}
+        return {
+            **chat_message,
+            "tool_call_id": call.id,
+            **({"name": call.name} if call.name else {}),
+        }
     if message.role == "assistant":
         if message.thinking:
-            said["reasoning_content"] = message.thinking
+            chat_message["reasoning_content"] = message.thinking
         if message.tool_calls:
-            said["tool_calls"] = calls.add(message.tool_calls)
+            chat_message["tool_calls"] = calls.add(message.tool_calls)
     elif message.tool_calls:
         path = f"messages[{index}].tool_calls"
         text = f"{path} is only for the role 'assistant', got {show(message.role)}"
         raise ApiError(400, text, param=path)
-    return said
+    return chat_message
 
 
 def content_of(text: str, pictures: Sequence[str] | None) -> Any:

@@ -260,8 +260,8 @@ class ResponseAnswer(InBlocks):
         done = self._event("output_item.done", output_index=index, item=self._item(index, status))
         if block.is_call:
             _, text_field = _call_names(block.kind)
-            said = {text_field: block.text, "name": block.name}
-            return [self._text_event(block.kind, "done", **said), done]
+            fields = {text_field: block.text, "name": block.name}
+            return [self._text_event(block.kind, "done", **fields), done]
         part = self._part(index)
         return [
             self._text_event(block.kind, "done", text=part["text"]),
@@ -274,15 +274,15 @@ class ResponseAnswer(InBlocks):
         self._keep(answer)
         return [self._event(self._status, response=answer)]
 
-    def _text_event(self, kind: str, what: str, /, **fields: Any) -> dict[str, Any]:
+    def _text_event(self, kind: str, stage: str, /, **fields: Any) -> dict[str, Any]:
         if kind == "reasoning":
-            return self._event(f"reasoning_text.{what}", **self._place, **fields)
+            return self._event(f"reasoning_text.{stage}", **self._place, **fields)
         if kind == "content":
-            return self._event(f"output_text.{what}", **self._place, **fields, logprobs=[])
+            return self._event(f"output_text.{stage}", **self._place, **fields, logprobs=[])
         place = self._place
         del place["content_index"]
         name = "function_call_arguments" if kind == "function" else "custom_tool_call_input"
-        return self._event(f"{name}.{what}", **place, **fields)
+        return self._event(f"{name}.{stage}", **place, **fields)
 
     @property
     def _place(self) -> dict[str, Any]:

@@ -78,8 +78,8 @@ class RequestedConversation:
 
     def _inputs(self, request: ResponsesRequest, body: dict[str, Any]) -> list[SourcedItem]:
         if isinstance(request.input, str):
-            said = {"type": "message", "role": "user", "content": request.input}
-            return source_stored([said], "input")
+            message = {"type": "message", "role": "user", "content": request.input}
+            return source_stored([message], "input")
         items = []
         for index, item in enumerate(request.input):
             path = f"input[{index}]"

@@ -101,15 +101,15 @@ class AnswerPart(NamedTuple):
 
 def parts_of(choice: Mapping[str, Any]) -> Iterator[AnswerPart]:
     """Yields the parts of a choice."""
-    said = (
+    message = (
         {"content": choice["text"]}
         if "text" in choice
         else choice.get("delta", choice.get("message", {}))
     )
     for kind, name in (("reasoning", "reasoning_content"), ("content", "content")):
-        if text := said.get(name):
+        if text := message.get(name):
             yield AnswerPart(kind, text)
-    for index, call in enumerate(said.get("tool_calls", ())):
+    for index, call in enumerate(message.get("tool_calls", ())):
         kind = "custom" if "custom" in call else "function"
         called = call[kind]
         text = called["input" if kind == "custom" else "arguments"]

@@ -96,16 +96,16 @@ def min_sizes(
         HostsError: A host is gone, or has chosen another dtype, which may follow its processor.
     """
     record = spec.record()
-    said = _exchange_with_all(
+    records = _exchange_with_all(
         {"event": "sizes", **{name: record[name] for name in ("dtype", *_SIZES)}},
         channels,
         host_rank,
     )
     _check_same(
-        [{"dtype": each["dtype"]} for each in said],
+        [{"dtype": each["dtype"]} for each in records],
         "; it follows the processor of a host: give --dtype on all",
     )
-    sizes = {name: [each[name] for each in said] for name in _SIZES}
+    sizes = {name: [each[name] for each in records] for name in _SIZES}
     differing = [name for name, values in sizes.items() if len(set(values)) > 1]
     for name in differing:
         minimum = min(sizes[name])
@@ -135,15 +135,15 @@ def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) 
     Raises:
         HostsError: A host is gone, or its engine has another pool or other shapes.
     """
-    said = _exchange_with_all({"event": "engine", "engine": spec.record()}, channels, host_rank)
-    _check_same([each["engine"] for each in said])
+    records = _exchange_with_all({"event": "engine", "engine": spec.record()}, channels, host_rank)
+    _check_same([each["engine"] for each in records])
 
 
 def _exchange_with_all(
     record: Record, channels: Mapping[int, Channel], host_rank: int
 ) -> list[Record]:
     """Sends a record to all hosts, and returns the records of all in order of rank."""
-    said: list[Record] = [json.loads(encode_record(record))]
+    records: list[Record] = [json.loads(encode_record(record))]
     ranks = range(1, len(channels) + 1) if host_rank == 0 else ()
     rank = 0
     for channel in channels.values():
@@ -151,19 +151,19 @@ def _exchange_with_all(
     try:
         if host_rank:
             channels[0].send(record)
-            said = channels[0].receive()["said"]
+            records = channels[0].receive()["said"]
         for rank in ranks:
-            said.append(channels[rank].receive())
+            records.append(channels[rank].receive())
         for rank in ranks:
-            channels[rank].send({"event": "all", "said": said})
+            channels[rank].send({"event": "all", "said": records})
     except OSError as error:
         raise HostsError(f"rank {rank} has ended while it started: {error}") from None
-    return said
+    return records
 
 
-def _check_same(said: Sequence[Record], advice: str = "") -> None:
-    for rank, theirs in enumerate(said[1:], 1):
-        if difference := _difference(theirs, said[0], rank):
+def _check_same(records: Sequence[Record], advice: str = "") -> None:
+    for rank, theirs in enumerate(records[1:], 1):
+        if difference := _difference(theirs, records[0], rank):
             raise HostsError(f"rank {rank} has another engine than rank 0: {difference}{advice}")
 
 

@@ -91,8 +91,8 @@ def is_of_this_machine(host: str) -> bool:
         return name == "localhost"
 
 
-def _refusal(what: str) -> str:
+def _refusal(condition: str) -> str:
     return (
-        f"Without an API key this server only accepts requests with {what}; set --api-key-file to "
-        "allow others"
+        f"Without an API key this server only accepts requests with {condition}; set "
+        "--api-key-file to allow others"
     )

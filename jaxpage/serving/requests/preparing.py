@@ -56,9 +56,9 @@ def _contain(function: Callable[[], _Result]) -> _Result:
     except Exception:
         raise
     except BaseException as panic:
-        what = f"{type(panic).__name__}: {panic}"[:MAX_PANIC]
-        logger.error("a request is refused, because native code gave up on it: %s", what)
-        raise NativeError(what) from None
+        description = f"{type(panic).__name__}: {panic}"[:MAX_PANIC]
+        logger.error("a request is refused, because native code gave up on it: %s", description)
+        raise NativeError(description) from None
 
 
 class Workers:

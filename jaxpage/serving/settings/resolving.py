@@ -38,7 +38,7 @@ def resolve_both(
     file = read_file(path)
     below = file.pop("server").value if "server" in file else {}
     problems: list[str] = []
-    for settings, names, other, there in (
+    for settings, names, other, location in (
         (file, EngineConfig, ServerConfig, "the server's: write it below 'server:'"),
         (below, ServerConfig, EngineConfig, "the engine's: write it at the top level"),
     ):
@@ -48,7 +48,7 @@ def resolve_both(
             if name in other.model_fields and name not in names.model_fields
         ]:
             # It is taken out, or `resolve_settings` would report it again, as unknown.
-            problems.append(f"{settings.pop(name).place}: {name}: this setting is {there}")
+            problems.append(f"{settings.pop(name).place}: {name}: this setting is {location}")
     errors: list[JaxpageError] = [ConfigError("\n".join(problems))] if problems else []
     resolved: list[Any] = []
     for kind, values, by_hand in ((EngineConfig, file, engine), (ServerConfig, below, server)):

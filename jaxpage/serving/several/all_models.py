@@ -21,9 +21,9 @@ class Models:
 
     def __init__(self, table: ModelTable[ServedModel]) -> None:
         self._table = table
-        self.ended: Future[None] = Future()
+        self.termination: Future[None] = Future()
         # A running future cannot be cancelled, so nobody who awaits it ends it for the others.
-        self.ended.set_running_or_notify_cancel()
+        self.termination.set_running_or_notify_cancel()
 
     def start(self) -> None:
         """Begins to load models that are asked for."""
@@ -33,12 +33,14 @@ class Models:
         """Raises JaxpageError, since models come and go; `/metrics` has the metrics of each."""
         raise JaxpageError("the metrics of several models are at /metrics")
 
-    async def wait_until_drained(self, timeout: float | None, what: str = "The engine") -> bool:
+    async def wait_until_drained(self, timeout: float | None, subject: str = "The engine") -> bool:
         """Has all models accept no more requests; see `AsyncDriver.wait_until_drained`."""
         await self._table.stop()
         models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
         drained = [
-            model.driver.wait_until_drained(timeout, what) for model in models if not model.is_over
+            model.driver.wait_until_drained(timeout, subject)
+            for model in models
+            if not model.is_over
         ]
         return all(await asyncio.gather(*drained))
 
@@ -47,6 +49,6 @@ class Models:
         models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
         # The list has each model stopped, where a generator would end at the first False.
         have_ended = all([model.stop(timeout) for model in models])
-        if not self.ended.done():
-            self.ended.set_result(None)
+        if not self.termination.done():
+            self.termination.set_result(None)
         return have_ended

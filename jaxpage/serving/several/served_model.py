@@ -166,15 +166,15 @@ def _hooks(name: str, num_bytes: int) -> Hooks:
         explicit = [name for name in sizes if getattr(config, name) is not None]
         # A size that the user has set is refused, and never made smaller in silence.
         if maximum < MIN_BLOCKS or explicit:
-            what = (
+            description = (
                 f"the pool of {explicit[0]} takes {mib(memory.pool_bytes)}"
                 if explicit
                 else (f"{MIN_BLOCKS} KV blocks take {mib(memory.bytes_of(MIN_BLOCKS))}")
             )
             raise CapacityError(
                 f"memory is {mib(num_bytes)}; the weights take {mib(memory.weights_bytes)}, the "
-                f"workspace {mib(memory.workspace_bytes)}, and {what}"
+                f"workspace {mib(memory.workspace_bytes)}, and {description}"
             )
         return {"num_blocks": maximum}
 
-    return Hooks(planned=plan, phase=lambda phase: logger.info("%s: %s", name, phase))
+    return Hooks(revise_sizes=plan, phase=lambda phase: logger.info("%s: %s", name, phase))

@@ -384,13 +384,13 @@ class Switchboard:
         return Response(exposition, media_type=self.metrics.content_type)
 
     async def _make_exposition(self) -> bytes:
-        each: list[tuple[ServerMetrics, Mapping[str, Any]]] = [(self.metrics, {})]
+        sources: list[tuple[ServerMetrics, Mapping[str, Any]]] = [(self.metrics, {})]
         for _, model in self._in_memory():
             stats: Mapping[str, Any] = {}
             with contextlib.suppress(TimeoutError, JaxpageError):
                 stats = await asyncio.wait_for(model.driver.stats(), STATS_SECONDS)
-            each.append((model.metrics, stats))
-        return await asyncio.to_thread(join_expositions, each)
+            sources.append((model.metrics, stats))
+        return await asyncio.to_thread(join_expositions, sources)
 
     async def _document(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")

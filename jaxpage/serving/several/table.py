@@ -123,12 +123,12 @@ class Slot(Generic[Model]):
     @property
     def is_usable(self) -> bool:
         """Returns whether a request can run at once."""
-        there = self.model is not None and not self.model.is_over and not self.is_asleep
+        is_awake = self.model is not None and not self.model.is_over and not self.is_asleep
         # While others wait for the model, newcomers wait with them.
-        return there and not self.is_closing and not self.is_requested
+        return is_awake and not self.is_closing and not self.is_requested
 
     @property
-    def taken(self) -> int:
+    def device_bytes(self) -> int:
         """Returns the bytes that the model takes of the device."""
         return 0 if self.model is None or self.is_asleep else self.size
 
@@ -274,10 +274,10 @@ class ModelTable(Generic[Model]):
 
     def check(self) -> None:
         """Asserts what holds between two events."""
-        assert sum(slot.taken for slot in self.slots.values()) <= self.memory_bytes
+        assert sum(slot.device_bytes for slot in self.slots.values()) <= self.memory_bytes
         for slot in self.slots.values():
             assert slot.num_leases >= 0
-            assert not slot.num_leases or slot.taken, f"{slot.name}: leases without a model"
+            assert not slot.num_leases or slot.device_bytes, f"{slot.name}: leases without a model"
             assert not slot.num_waiters or slot.is_requested, (
                 f"{slot.name}: nobody works for waiters"
             )
@@ -347,7 +347,7 @@ class ModelTable(Generic[Model]):
             while slot.num_leases:
                 await self._next_change()
             await self._unload(slot)
-        if slot.taken:
+        if slot.device_bytes:
             return True
         if slot.model is None:
             await self._check(slot.name)
@@ -377,10 +377,12 @@ class ModelTable(Generic[Model]):
     async def _unload_others(self, slot: Slot[Model]) -> bool:
         # Those that wait may leave in each pause: then no other model goes for them.
         while slot.num_waiters:
-            taken = sum(other.taken for other in self.slots.values())
+            taken = sum(other.device_bytes for other in self.slots.values())
             if taken + slot.size <= self.memory_bytes:
                 return True
-            candidates = [other for other in self.slots.values() if other.taken and not other.stays]
+            candidates = [
+                other for other in self.slots.values() if other.device_bytes and not other.stays
+            ]
             if not candidates:
                 raise CapacityError(
                     f"it takes {mib(slot.size)}, and of {mib(self.memory_bytes)} models that are "
@@ -397,7 +399,7 @@ class ModelTable(Generic[Model]):
     def _reopen(self) -> None:
         """Has models that were to make room, and did not have to, take requests again."""
         for slot in self.slots.values():
-            if slot.is_closing and slot.taken and slot.model is not None:
+            if slot.is_closing and slot.device_bytes and slot.model is not None:
                 slot.is_closing = False
                 if not slot.model.is_over:
                     slot.is_requested = False
@@ -494,15 +496,15 @@ def _close(slot: Slot[Model]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _log_work(name: str, what: str) -> Iterator[None]:
+def _log_work(name: str, activity: str) -> Iterator[None]:
     """Logs the beginning and the end of work on a model, and between them that it goes on."""
-    logger.info("%s %s", what, name)
+    logger.info("%s %s", activity, name)
     began = time.monotonic()
 
     async def report() -> None:
         while True:
             await asyncio.sleep(REPORT_SECONDS)
-            logger.info("still %s %s, after %.0f s", what, name, time.monotonic() - began)
+            logger.info("still %s %s, after %.0f s", activity, name, time.monotonic() - began)
 
     reporting = asyncio.ensure_future(report())
     try:

@@ -139,8 +139,8 @@ class ChatAnswer(Answer):
             return []
         self._num_computed = num_computed
         now = metrics.first_token_time or time.monotonic()
-        said = {"role": "assistant", "content": None}
-        choice = {"index": 0, "delta": said, "logprobs": None, "finish_reason": None}
+        delta = {"role": "assistant", "content": None}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         progress = {
             "total": num_tokens,
             "cache": metrics.num_cached_tokens,
@@ -205,12 +205,12 @@ class ChatAnswer(Answer):
         )
         if not parts and has_tokens:
             parts = [{}]
-        for number, said in enumerate(parts):
+        for number, part in enumerate(parts):
             # Which part a token belongs to is not known; the first has them all.
             tokens = [] if number else completion.token_ids
             more = self._end(replace(completion, stop_reason=None, token_ids=tokens), None)
             choices.append(
-                {"index": index, "delta": said, "logprobs": None if number else logprobs, **more}
+                {"index": index, "delta": part, "logprobs": None if number else logprobs, **more}
             )
         if completion.finish_reason is not None:
             # The end has a chunk of its own, as in OpenAI's streams: OpenAI's client takes a call
@@ -225,13 +225,13 @@ class ChatAnswer(Answer):
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
         completion = output.outputs[position]
         reader = self._new_reader(output.prompt_token_ids)
-        said = _merge(reader.read(completion.text, is_last=True))
+        answer = _merge(reader.read(completion.text, is_last=True))
         self._count_reasoning(index, reader, completion.token_ids)
         message = {
             "role": "assistant",
             "refusal": None,
-            "content": None if "tool_calls" in said else "",
-            **said,
+            "content": None if "tool_calls" in answer else "",
+            **answer,
         }
         for call in message.get("tool_calls", []):
             del call["index"]

@@ -138,13 +138,13 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
 def _check_sizes(request: GenerateRequest, context: ModelContext, num_tokens: int) -> None:
     """Raises ApiError if an answer of so many tokens could have too large arrays."""
     limits = context.limits
-    for name, per_token, what, maximum in (
+    for name, per_token, items, maximum in (
         ("return_sampling_mask", request.top_k or 0, "token ids", limits.max_output_logprobs),
         ("return_hidden_states", context.hidden_size, "numbers", limits.max_output_hidden),
     ):
         if getattr(request, name) and (number := num_tokens * per_token) > maximum:
             message = (
-                f"{name}: the response could have {number} {what} (n times max_tokens, "
+                f"{name}: the response could have {number} {items} (n times max_tokens, "
                 f"{num_tokens}, times {per_token}); at most {maximum} are allowed"
             )
             raise ApiError(400, message, param=name)

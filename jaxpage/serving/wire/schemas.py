@@ -76,9 +76,9 @@ def _check_part(part: dict[str, Any], path: str, param: str) -> None:
     # The client's field is named for a fault of the whole schema, and the path for one in a part.
     is_whole = path == param
 
-    def refuse(what: str, keyword: str) -> None:
+    def refuse(problem: str, keyword: str) -> None:
         place = f"{path}.{keyword}"
-        _refuse(what, place, param if is_whole else place)
+        _refuse(problem, place, param if is_whole else place)
 
     types = part.get("type", [])
     for name in types if isinstance(types, list) else [types]:
@@ -102,8 +102,8 @@ def _check_part(part: dict[str, Any], path: str, param: str) -> None:
             refuse(f"pattern {show(pattern)} {problem}", "patternProperties")
 
 
-def _refuse(what: str, place: str, param: str) -> NoReturn:
-    raise ApiError(400, f"{place}: {what}", param=param)
+def _refuse(problem: str, place: str, param: str) -> NoReturn:
+    raise ApiError(400, f"{place}: {problem}", param=param)
 
 
 def admits_object(schema: dict[str, Any]) -> bool:

@@ -71,8 +71,8 @@ def unroll(
     past: list[tuple[jax.Array, jax.Array]] = []
     guesses = []
     for _ in range(passes):
-        both = [embedded_BTD, rms_norm(hidden_BTD, params["hidden_norm"], epsilon)]
-        x_BTD = jnp.concatenate(both, -1) @ params["fc_proj"]
+        inputs = [embedded_BTD, rms_norm(hidden_BTD, params["hidden_norm"], epsilon)]
+        x_BTD = jnp.concatenate(inputs, -1) @ params["fc_proj"]
         y = rms_norm(x_BTD, params["input_norm"], epsilon)
         q, k, v = ((y @ params[f"{part}_proj"]).reshape(b, t, -1, spec.head_dim) for part in "qkv")
         past.append((rotate(k, *rope), v))

@@ -102,8 +102,8 @@ def _accuracy_lines(accuracy: Accuracy) -> str:
 
 def _answer_lines(answers: dict[str, dict[str, str]]) -> str:
     lines = ["| picture (`examples/pictures/`) | question | answer |", "|---|---|---|"]
-    for name, said in answers.items():
-        lines += [f"| {name} | {question} | {text} |" for question, text in said.items()]
+    for name, replies in answers.items():
+        lines += [f"| {name} | {question} | {text} |" for question, text in replies.items()]
     return "\n".join(lines)
 
 

@@ -347,7 +347,7 @@ def _sweep(options: Options, spec: Spec) -> list[dict[str, Tiles]]:
 
 
 def _ceilings_in_words(measured: Ceilings) -> str:
-    return ", ".join(f"{what}: {value}" for what, value in ceilings_table(measured).rows)
+    return ", ".join(f"{name}: {value}" for name, value in ceilings_table(measured).rows)
 
 
 def bench_tables(findings: Sequence[Finding], *, small: bool = False) -> list[Table]:

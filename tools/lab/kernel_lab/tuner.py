@@ -177,8 +177,8 @@ def tune(
     while clock() < deadline:
         before = min(tuned.seconds.values())
         for name in VALUES:
-            here = min(tuned.seconds, key=tuned.seconds.__getitem__)
-            waiting = [tiles for tiles in neighbours(here, name) if tiles not in tuned.seconds]
+            best = min(tuned.seconds, key=tuned.seconds.__getitem__)
+            waiting = [tiles for tiles in neighbours(best, name) if tiles not in tuned.seconds]
             prefetch(waiting)
             for tiles in waiting:
                 if clock() >= deadline:

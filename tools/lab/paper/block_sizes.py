@@ -58,9 +58,9 @@ def figure_18(effort: Effort, measure_attention: MeasureAttention) -> Figure:
             dataset,
             Case(PAGED, Workload(dataset), effort.window(dataset) / 2, seed=0),
             RATES[dataset],
-            said,
+            published,
         )
-        for dataset, said in (
+        for dataset, published in (
             ("sharegpt", "best 16 to 128"),
             ("alpaca", "good at 16 and 32, much worse above"),
         )
@@ -87,7 +87,9 @@ def figure_18(effort: Effort, measure_attention: MeasureAttention) -> Figure:
     return Figure("18", "Block size", origin, rows, [_attention_panel(times), by_size])
 
 
-def _sweep(effort: Effort, what: str, case: Case, rate: float, said: str) -> tuple[Row, Series]:
+def _sweep(
+    effort: Effort, dataset: str, case: Case, rate: float, published: str
+) -> tuple[Row, Series]:
     """Simulates the latency at each block size."""
     sizes = _sizes(effort)
     keys = list(itertools.product(sizes, effort.seeds))
@@ -99,8 +101,8 @@ def _sweep(effort: Effort, what: str, case: Case, rate: float, said: str) -> tup
         latencies.setdefault(size, []).append(outcome.normalized_latency)
     means = [Interval.of(latencies[size]) for size in sizes]
     text = ", ".join(f"{size}: {mean.text(3)}" for size, mean in zip(sizes, means, strict=True))
-    row = Row(f"b) {what}, {rate:g} requests/s: s/token by block size", said, text)
-    return row, Series(what, sizes, [mean.mean for mean in means], [mean.half for mean in means])
+    row = Row(f"b) {dataset}, {rate:g} requests/s: s/token by block size", published, text)
+    return row, Series(dataset, sizes, [mean.mean for mean in means], [mean.half for mean in means])
 
 
 def _sizes(effort: Effort) -> Sequence[int]:
@@ -143,23 +145,23 @@ def _model(sizes: Sequence[int]) -> tuple[Panel, list[Row]]:
     """Returns the cost model's times for swapping and recomputing a sequence."""
     num_tokens, cost = NUM_SWAPPED_TOKENS, A100_OPT_13B
     one_way = [1e3 * cost.swap_seconds(num_tokens // size, size) for size in sizes]
-    both = [2 * time for time in one_way]
+    round_trips = [2 * time for time in one_way]
     recompute = 1e3 * (max(cost.weights, cost.token * num_tokens) + cost.context_token * num_tokens)
     series = [
         Series("swap in or out", sizes, one_way),
-        Series("swap in and out", sizes, both),
+        Series("swap in and out", sizes, round_trips),
         Series("recompute", sizes, [recompute] * len(sizes)),
     ]
     panel = Panel(
         "(a) cost model, A100", "block size", f"ms for {num_tokens} tokens", series, log_x=True
     )
-    text = f"in and out {both[0]:.0f} at {sizes[0]} to {both[-1]:.0f} at {sizes[-1]}; recompute {recompute:.0f}"
+    text = f"in and out {round_trips[0]:.0f} at {sizes[0]} to {round_trips[-1]:.0f} at {sizes[-1]}; recompute {recompute:.0f}"
     ratios = ", ".join(
-        f"{size}: {recompute / time:.2f}" for size, time in zip(sizes, both, strict=True)
+        f"{size}: {recompute / time:.2f}" for size, time in zip(sizes, round_trips, strict=True)
     )
-    said = "in and out about 135 at 1, 10 to 20 at 256; recompute flat"
+    published = "in and out about 135 at 1, 10 to 20 at 256; recompute flat"
     return panel, [
-        Row("a) ms by block size (cost model, fitted to the figure)", said, text),
+        Row("a) ms by block size (cost model, fitted to the figure)", published, text),
         Row("a) recomputation over swapping in and out (cost model)", "never above 1.2", ratios),
     ]
 

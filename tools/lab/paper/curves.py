@@ -66,8 +66,8 @@ class Curves:
 
     def ratio(self, system: str) -> Interval:
         """Returns the engine's highest rate divided by another system's, seed by seed."""
-        both = zip(self.sustained(PAGED), self.sustained(system), strict=True)
-        return Interval.of(ours / theirs for ours, theirs in both)
+        pairs = zip(self.sustained(PAGED), self.sustained(system), strict=True)
+        return Interval.of(ours / theirs for ours, theirs in pairs)
 
     def rows(self) -> list[Row]:
         """Returns the lines of the table: the highest rates, and the engine's ratios to them."""

@@ -170,12 +170,12 @@ def _figure_13(by_system: Mapping[tuple[str, str], Sequence[Outcome]]) -> Figure
         s: Interval.of(o.tokens_per_second for o in by_system["sharegpt", s]) for s in COMPARED
     }
     ratio = served[PAGED].mean / served["Orca (Oracle)"].mean
-    said = ", ".join(f"{system}: {tokens.text(0)}" for system, tokens in served.items())
+    throughputs = ", ".join(f"{system}: {tokens.text(0)}" for system, tokens in served.items())
     rows.append(
         Row(
             "a) output tokens/s of the same runs: more requests arrive than any system can serve",
             "",
-            said,
+            throughputs,
         )
     )
     checks.append(

@@ -31,7 +31,7 @@ export class Exchange {
       answerer = "",
     },
   ) {
-    this.made = [prompt, { names, isBeam, isChat, showsTokens, title, answerer }];
+    this.options = [prompt, { names, isBeam, isChat, showsTokens, title, answerer }];
     Object.assign(this, { isBeam, isChat, showsTokens, answerer, numTokens: 0, frame: 0 });
     this.began = this.last = performance.now();
     this.first = null; // when the first token came
@@ -58,8 +58,8 @@ export class Exchange {
     if ($("conversation").checkVisibility()) toEnd();
   }
 
-  /** Returns, as JSON, what `of` makes the same exchange of. */
-  record() {
+  /** Returns JSON from which `fromRecord` makes this exchange again. */
+  toRecord() {
     const isCutOff = this.element.getAttribute("aria-busy") === "true";
     const columns = this.columns.map(({ pieces, reason }) => ({
       pieces,
@@ -68,11 +68,16 @@ export class Exchange {
     const note = isCutOff
       ? `${this.note.textContent} · cut off when the page was left`
       : this.note.textContent;
-    return { made: this.made, columns, note, isProblem: this.note.classList.contains("problem") };
+    return {
+      options: this.options,
+      columns,
+      note,
+      isProblem: this.note.classList.contains("problem"),
+    };
   }
 
-  static of({ made, columns, note, isProblem }) {
-    const exchange = new Exchange(...made);
+  static fromRecord({ options, columns, note, isProblem }) {
+    const exchange = new Exchange(...options);
     exchange.columns.forEach((column, index) => {
       column.pieces = columns[index].pieces;
       column.reason.textContent = columns[index].reason;
@@ -137,7 +142,7 @@ export class Exchange {
   }
 
   show({ tokens }) {
-    this.showsTokens = this.made[1].showsTokens = tokens;
+    this.showsTokens = this.options[1].showsTokens = tokens;
     this.draw(true);
   }
 

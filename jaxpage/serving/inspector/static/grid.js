@@ -10,7 +10,7 @@ import { themeVariable } from "./colors.js";
 const SIZES = [34, 30, 26, 22, 19, 16, 13, 11, 9, 7, 5, 4];
 const READABLE = 16; // cells are made no smaller than this to fit the box
 const FADE_MS = 1200;
-const still = matchMedia("(prefers-reduced-motion: reduce)");
+const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class BlockGrid {
   /**
@@ -165,7 +165,7 @@ export class BlockGrid {
    * Returns the indices of the blocks in the box, from and up to: of the blocks that there are,
    * which may be fewer than were drawn.
    */
-  get sight() {
+  get visibleRange() {
     return this.drawnRange.map((index) => Math.min(index, this.blocks.length));
   }
 
@@ -195,8 +195,8 @@ export class BlockGrid {
     this.layout();
     const context = fitCanvas(this.canvas, this.height);
     const inSight = this.blocks
-      .slice(...this.sight)
-      .map((block, index) => [block, this.sight[0] + index]);
+      .slice(...this.visibleRange)
+      .map((block, index) => [block, this.visibleRange[0] + index]);
     const isPale = ({ id }) => this.marked && !this.marked.has(id);
     for (const [block, index] of inSight) {
       context.globalAlpha = isPale(block) ? 0.22 : 1;
@@ -246,7 +246,7 @@ export class BlockGrid {
       const [start, end] = [this.center(from), this.center(to)];
       if (age > FADE_MS || !start || !end) continue;
       if (since !== Infinity) fading = true;
-      context.globalAlpha = still.matches ? 1 : 1 - age / FADE_MS;
+      context.globalAlpha = reducedMotion.matches ? 1 : 1 - age / FADE_MS;
       drawArrow(context, start, end, this.cell, themeVariable("copy"));
       this.frameCell(context, this.indices.get(to), "copy");
     }

@@ -36,7 +36,7 @@ export class Minimap {
   }
 
   draw() {
-    const [first, end] = this.grid.sight;
+    const [first, end] = this.grid.visibleRange;
     this.canvas.hidden = end - first >= this.blocks.length;
     if (this.canvas.hidden || !this.canvas.clientWidth) return;
     const height = this.layout();
@@ -103,7 +103,7 @@ export class Minimap {
 
   /** Draws a frame around what the grid has in sight. */
   frameSight(context) {
-    const [first, end] = this.grid.sight;
+    const [first, end] = this.grid.visibleRange;
     if (first >= end) return;
     const origin = this.blocks[0].id;
     const rowOf = (block) =>

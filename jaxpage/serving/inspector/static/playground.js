@@ -74,7 +74,7 @@ export class Playground {
       kind,
       isChosen,
       history,
-      exchanges: exchanges.map((exchange) => exchange.record()),
+      exchanges: exchanges.map((exchange) => exchange.toRecord()),
     });
   }
 
@@ -87,7 +87,7 @@ export class Playground {
     this.isChosen = before.isChosen;
     $("form").elements.kind.value = before.kind;
     $("start").hidden = true;
-    this.exchanges = before.exchanges.map((record) => Exchange.of(record));
+    this.exchanges = before.exchanges.map((record) => Exchange.fromRecord(record));
   }
 
   /** Shows how to begin, as long as nothing was said. */

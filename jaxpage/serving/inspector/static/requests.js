@@ -29,7 +29,7 @@ export class RequestList {
     );
     const shown = requests.slice(0, MAX_ROWS);
     this.clock = clock;
-    this.span = spanOf(shown, clock);
+    this.span = timeWindowOf(shown, clock);
     const rows = shown.map((request) => this.row(request, chosen));
     const list = $("requests");
     const more =
@@ -176,7 +176,7 @@ export class RequestList {
 }
 
 /** Returns from when to when the timelines are drawn. */
-function spanOf(shown, clock) {
+function timeWindowOf(shown, clock) {
   const [minSpan, maxSpan] = WINDOW[clock.unit];
   const open = shown.filter(({ state }) => state !== "finished");
   const starts = (open.length ? open : shown).map(({ timeline }) => timeline[0]?.[1] ?? clock.now);

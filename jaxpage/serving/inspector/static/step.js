@@ -8,7 +8,7 @@ import { hideTip, showTip } from "./tip.js";
 const HEIGHT = 44; // of the history
 const PITCH = 5; // of its bars
 
-const tokensOf = (step) => step.rows.reduce((sum, [, , , tokens]) => sum + tokens, 0);
+const numTokens = (step) => step.rows.reduce((sum, [, , , tokens]) => sum + tokens, 0);
 
 export class StepView {
   /** Calls onStep(step) when a bar of the history was clicked, or Enter was pressed on it. */
@@ -81,11 +81,11 @@ export class StepView {
 function stepNumbers(step) {
   if (!step) return [["no", "step yet"]];
   const [tokens, rows] = step.bucket;
-  const padding = 1 - tokensOf(step) / tokens;
+  const padding = 1 - numTokens(step) / tokens;
   const drafts = step.rows.reduce((sum, row) => sum + row[4], 0);
   return [
     [`${step.step}`, step.kind],
-    [`${tokensOf(step)}/${tokens}`, "tokens"],
+    [`${numTokens(step)}/${tokens}`, "tokens"],
     [`${step.rows.length}/${rows}`, "rows"],
     [`${Math.round(100 * padding)} %`, "padding"],
     ...(drafts ? [[`${drafts}`, drafts === 1 ? "draft" : "drafts"]] : []),

@@ -1,7 +1,7 @@
 // The conversation outlives a reload: it is in this tab's session storage, which ends with the tab.
 // The API key never is.
 
-const NAME = "jaxpage.conversation";
+const NAME = "jaxpage.exchanges";
 const MAX_CHARACTERS = 4_800_000; // what browsers allow, and more than a request has by default
 
 /** Saves a conversation. The oldest exchanges go where there is no room for all. */
