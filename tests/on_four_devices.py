@@ -184,10 +184,10 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], outputs: Any) -
     for prompt, (tokens, logprobs) in zip(prompts, outputs, strict=True):
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
         assert logits.argmax(-1).tolist() == tokens
-        want = logits.log_softmax(-1)
+        expected = logits.log_softmax(-1)
         for index, entries in enumerate(logprobs):
             for token, logprob in entries.items():
-                assert abs(logprob - float(want[index, token])) < 1e-4
+                assert abs(logprob - float(expected[index, token])) < 1e-4
 
 
 @pytest.mark.usefixtures("decodes_in_chunks")

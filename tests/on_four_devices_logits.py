@@ -195,8 +195,10 @@ def max_gathered(computations: Mapping[str, hlo.Computation], name: str) -> int:
         if item.opcode.startswith("all-gather"):
             maximum = max(maximum, *item.sizes)
         elif item.opcode == "conditional":
-            branches = re.search(r"(?:branch_computations=\{|true_computation=)([^}]*)", item.rest)
-            assert branches is not None, item.rest
+            branches = re.search(
+                r"(?:branch_computations=\{|true_computation=)([^}]*)", item.arguments
+            )
+            assert branches is not None, item.arguments
             maximum = max(
                 maximum,
                 min(
@@ -205,7 +207,7 @@ def max_gathered(computations: Mapping[str, hlo.Computation], name: str) -> int:
                 ),
             )
         else:
-            called = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", item.rest)
+            called = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", item.arguments)
             maximum = max([maximum, *(max_gathered(computations, each) for each in called)])
     return maximum
 
