@@ -134,7 +134,7 @@ def main(words: Sequence[str] | None = None) -> list[tuple[float, int, int, floa
             )
             updates, state = optimizer.update(gradients, state, weights)
             weights = optax.apply_updates(weights, updates)
-            llm.update_parameters(model.name_parameters(weights), check_finite=True)
+            llm.update_parameters(model.named(weights), check_finite=True)
     return table
 
 

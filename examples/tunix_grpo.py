@@ -240,9 +240,7 @@ def open_cluster(
     )
     config = rl_cluster.ClusterConfig(
         role_to_mesh=dict.fromkeys([roles.ACTOR, roles.ROLLOUT, roles.REFERENCE], mesh),
-        rollout_engine=functools.partial(
-            ComparedRollout, report, llm=llm, named=module.name_parameters
-        ),
+        rollout_engine=functools.partial(ComparedRollout, report, llm=llm, named=module.named),
         training_config=training,
         rollout_config=rollouts,
     )

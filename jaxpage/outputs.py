@@ -171,7 +171,7 @@ class CompletionOutput:
         score: The score of a hypothesis of beam search: cumulative_logprob / output length **
             length_penalty.
         weights_versions: For each token of `token_ids` that was drawn, the version of the weights
-            that drew it. The prompt of `with_prompt` has none.
+            that drew it. The prompt of `echoed` has none.
         num_kept: The number of tokens that each token was drawn from; None unless the request asks
             for log probabilities with logprobs_mode="processed".
         sampling_mask: The tokens that each token was drawn from; None unless the request has
@@ -240,7 +240,7 @@ class RequestOutput:
     adapter_digest: str | None = None
     receipt: dict[str, Any] | None = field(default=None, repr=False)
 
-    def with_prompt(self, index: int = 0, *, prompt: str | None = None) -> CompletionOutput:
+    def echoed(self, index: int = 0, *, prompt: str | None = None) -> CompletionOutput:
         """Returns one output with the prompt before it, as `echo` does in OpenAI's completions.
 
         It has the text, the token ids and, if both were asked for, the log probabilities (else
@@ -257,8 +257,7 @@ class RequestOutput:
         text = self.prompt if prompt is None else prompt
         if text is None and completion.text:
             raise ValueError(
-                "the prompt was given as token ids; with_prompt needs its text: "
-                "with_prompt(prompt=...)"
+                "the prompt was given as token ids; echoed needs its text: echoed(prompt=...)"
             )
         logprobs = None
         if self.prompt_logprobs is not None and completion.logprobs is not None:

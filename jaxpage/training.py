@@ -164,7 +164,7 @@ class TrainableModel:
             differences.append("config.json describes another model")
         return differences
 
-    def name_parameters(self, parameters: Parameters) -> dict[str, jax.Array]:
+    def named(self, parameters: Parameters) -> dict[str, jax.Array]:
         """Returns the parameters by Hugging Face's names, for `LLM.update_parameters`."""
         return name_parameters(self._files.plan, parameters)
 
@@ -242,7 +242,7 @@ class TrainableModel:
 
     def _choose_modules(self, target_modules: Sequence[str] | str) -> list[str]:
         """Returns the modules of these names, sorted; see `make_adapter`."""
-        named = jax.eval_shape(self.name_parameters, self._rows.shapes)
+        named = jax.eval_shape(self.named, self._rows.shapes)
         # Biases and the weights of norms have one axis, and take no adapter.
         names = [name.removesuffix(".weight") for name, array in named.items() if array.ndim > 1]
         takers = sorted(self._lora.targets.keys() & names)

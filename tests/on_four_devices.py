@@ -22,9 +22,8 @@ from safetensors.numpy import load_file
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
-from jaxpage.checkpoints import convert, load_shards, load_weights, open_model  # noqa: E402
+from jaxpage.checkpoints import convert, load_shards, open_model  # noqa: E402
 from jaxpage.checkpoints.in_memory import open_parameters, with_parameters  # noqa: E402
-from jaxpage.checkpoints.loading import load_sharded  # noqa: E402
 from jaxpage.device.batch_invariance import refuse_sums  # noqa: E402
 from jaxpage.device.executables import step_call  # noqa: E402
 from jaxpage.device.hardware import make_mesh  # noqa: E402
@@ -240,6 +239,15 @@ def expected(directory):
     return generate(directory, prompts_of(257), 0.9, **INVARIANT)
 
 
+def sharded_weights(files: Any, *, invariant: bool) -> list[Any]:
+    """Returns the weights of a model's parts on four devices."""
+    divided = dividing.Sharding(2, 4, 4, invariant=invariant)
+    rule = dividing.with_sharding(divided, files.rule)
+    _, shapes = abstract_model(files.family, files.spec, "float32", rule)
+    weights = [filled.weight for filled in files.plan.parameters]
+    return dividing.shard_weights(weights, shapes, divided)
+
+
 @pytest.mark.parametrize("invariant", [True, False])
 def test_arrays_on_devices_are_divided_there(invariant):
     """Arrays of one device, of all four, and some of each are divided; JAX itself lets nothing of
@@ -257,13 +265,7 @@ def test_arrays_on_devices_are_divided_there(invariant):
     }
     on_host = open_parameters(LLAMA, tensors)
     on_device = with_parameters(on_host, arrays)
-    divided = dividing.Sharding(2, 4, 4, invariant=invariant)
-    rule = dividing.with_sharding(divided, on_host.rule)
-    _, shapes = abstract_model(on_host.family, on_host.spec, "float32", rule)
-    weights = dividing.shard_weights(
-        [filled.weight for filled in on_host.plan.parameters], shapes, divided
-    )
-    about = weights, mesh.put, mesh.put_shards
+    about = sharded_weights(on_host, invariant=invariant), mesh.put, mesh.put_shards
     for dtype in ("float32", "bfloat16"):
         expected = load_shards(on_host.plan, dtype, *about)
         with jax.transfer_guard_host_to_device("disallow_explicit"):
@@ -274,28 +276,21 @@ def test_arrays_on_devices_are_divided_there(invariant):
     assert not any(array.is_deleted() for array in arrays.values())
 
 
-@pytest.mark.parametrize("kind", ["files", "Orbax", "Orbax of transposed tensors"])
-def test_checkpoints_are_read_in_parts(kind, tmp_path, capfd, monkeypatch):
+def test_parts_are_the_same_of_either_layout_of_files(directory, tmp_path, capfd, monkeypatch):
+    """Each device gets its part, of safetensors files and of Orbax."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    even = {"vocab_size": 64}
-    config = config_json("gpt2-usual", **even) if "transposed" in kind else {**LLAMA, **even}
-    source = random_checkpoint(tmp_path / "files", config)
-    if kind != "files":
-        source = convert(source, tmp_path / "orbax", progress=False)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
-
-    def sharding_of(weight: Any) -> jax.NamedSharding:
-        return jax.NamedSharding(mesh, jax.P("a", "b") if len(weight.shape) == 2 else jax.P())
-
-    plan = open_model(source).plan
-    whole = load_weights(plan, "bfloat16", lambda array: array)
-    parts = load_sharded(plan, "bfloat16", sharding_of, progress=True)
-    for expected, part in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
-        assert part.sharding.is_equivalent_to(sharding_of(expected), expected.ndim)
-        assert len(part.addressable_shards) == 4 and part.dtype == expected.dtype
-        assert expected.ndim == 1 or part.addressable_shards[0].data.size * 4 == expected.size
-        np.testing.assert_array_equal(np.asarray(part).view("u2"), expected.view("u2"))
-    assert jax.tree.structure(whole) == jax.tree.structure(parts)
+    mesh = make_mesh(4)
+    files, orbax = map(
+        open_model, (directory, convert(directory, tmp_path / "orbax", progress=False))
+    )
+    about = sharded_weights(files, invariant=True), mesh.put, mesh.put_shards
+    expected, actual = (
+        load_shards(each.plan, "bfloat16", *about, progress=True) for each in (files, orbax)
+    )
+    for array, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert array.sharding == other.sharding
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
+    assert jax.tree.structure(expected) == jax.tree.structure(actual)
     assert "loading weights: 100%" in capfd.readouterr().err
 
 

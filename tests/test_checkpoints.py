@@ -5,6 +5,7 @@ the bytes are.
 from __future__ import annotations
 
 import codecs
+import gc
 import itertools
 import json
 import math
@@ -22,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
-import jax
 import numpy as np
 import orbax.checkpoint
 import pytest
@@ -45,7 +45,6 @@ from jaxpage.checkpoints import (
 from jaxpage.checkpoints.config_file import eos_token_ids
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.finding.resolve import DEMO, resolve_model_config
-from jaxpage.checkpoints.loading import load_sharded
 from jaxpage.checkpoints.opening import weights_bytes
 from jaxpage.checkpoints.safetensors_files import SINGLE
 from jaxpage.checkpoints.tokenizers.model_tokenizer import ends_of_text
@@ -1094,16 +1093,7 @@ def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(tmp_path, orbax_c
     truncate_all(tmp_path / "x")
     with pytest.raises(CheckpointError, match="cannot be restored"):
         load_weights(plan, None, lambda array: array)
-
-
-@orbax_complaints  # of the test above
-def test_sharded_load_on_one_device(tmp_path):
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    plan = open_model(random_checkpoint(tmp_path, TIED, dtype="float16")).plan
-    assert_same_bits(
-        dict(leaves(load_sharded(plan, None, lambda weight: device))),
-        expected_arrays(TIED, "float16"),
-    )
+    gc.collect()  # what Orbax complains of while it is collected belongs to this test
 
 
 # ---- Names of models ----

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import convert, load_weights, loading, open_model
 from jaxpage.checkpoints.fitting import LoadPlan
-from jaxpage.checkpoints.loading import insert, load_sharded
+from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.orbax_files import save_orbax
 from jaxpage.checkpoints.quantization.decoding import columns
 from jaxpage.errors import CheckpointError
@@ -48,7 +48,6 @@ QWEN2: dict[str, Any] = {  # with biases on queries, keys and values
 }
 FAMILY = load_family(QWEN2)
 SPEC = FAMILY.Spec.from_config(QWEN2)
-ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 TOKENS = np.random.default_rng(0).integers(64, size=20)
 FUSED = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -320,7 +319,6 @@ def test_a_parameter_is_stacked_joined_or_cut_out_of_what_is_stored(tmp_path):
         assert plan.tensors.keys() == tensors.keys() and plan.num_bytes("float32") == 4 * (
             144 + 30 + 54 + 4
         )
-        assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), EXPECTED)
     graph, _ = abstract(Toy())
     np.testing.assert_array_equal(
         nnx.merge(graph, load_weights_of(plan)).thirds[2].kernel[...],
@@ -336,7 +334,6 @@ def test_an_orbax_tensor_that_fills_several_parameters_is_read_for_each(tmp_path
     plan = check_weights(tmp_path, weights_of(Toy()))
     assert plan.layout == "orbax"
     assert_same(load_weights_of(plan), EXPECTED)
-    assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), EXPECTED)
 
 
 def test_any_part_of_a_parameter_is_that_part_of_the_whole(tmp_path):

@@ -205,7 +205,7 @@ def test_what_was_drawn_scores_the_same_as_a_prompt(llm, prompts):
         drawn = generate(llm, prompt, dataclasses.replace(PARAMS, logprobs=3, max_tokens=20))
         (output,) = drawn.outputs
         scored = generate(llm, drawn.prompt_token_ids + output.token_ids, PARAMS)
-        assert scored.prompt_logprobs == drawn.with_prompt().logprobs
+        assert scored.prompt_logprobs == drawn.echoed().logprobs
         assert output.cumulative_logprob == sum(
             entries[t].logprob for entries, t in zip(output.logprobs, output.token_ids, strict=True)
         )
@@ -346,11 +346,11 @@ def test_a_stream_brings_it_once(llm, prompts, lone):
         )
 
 
-def test_with_prompt(llm, prompts):
+def test_an_output_is_echoed_with_its_prompt(llm, prompts):
     prompt = prompts[2]
     output = generate(llm, prompt, dataclasses.replace(PARAMS, n=2))
     for index, completion in enumerate(output.outputs):
-        echoed = output.with_prompt(index)
+        echoed = output.echoed(index)
         assert echoed.token_ids == prompt + completion.token_ids and echoed.index == index
         assert (
             echoed.logprobs == output.prompt_logprobs + completion.logprobs
@@ -362,21 +362,21 @@ def test_with_prompt(llm, prompts):
             completion.finish_reason,
             completion.stop_reason,
         )
-    assert output.outputs[0].token_ids != output.with_prompt().token_ids, (
+    assert output.outputs[0].token_ids != output.echoed().token_ids, (
         "the output itself is as it was"
     )
     for params in (SILENT, dataclasses.replace(PARAMS, logprobs=None)):
-        assert generate(llm, prompt, params).with_prompt().logprobs is None
+        assert generate(llm, prompt, params).echoed().logprobs is None
 
 
 def test_echoed_text(tmp_path):
     with make_llm(write_tokenizer(random_checkpoint(tmp_path, LLAMA))) as llm:
         output = generate(llm, "ab cat dog", GREEDY)
-        assert output.with_prompt().text == "ab cat dog" + output.outputs[0].text
+        assert output.echoed().text == "ab cat dog" + output.outputs[0].text
         by_ids = generate(llm, output.prompt_token_ids, GREEDY)
-        assert by_ids.with_prompt(prompt="ab cat dog").text == output.with_prompt().text
+        assert by_ids.echoed(prompt="ab cat dog").text == output.echoed().text
         with pytest.raises(ValueError, match="given as token ids"):
-            by_ids.with_prompt()
+            by_ids.echoed()
         scored = generate(llm, "ab cat dog", dataclasses.replace(GREEDY, prompt_logprobs=0))
     entries = [entry for entries in scored.prompt_logprobs[1:] for entry in entries.values()]
     words = [entry.decoded_token for entry in entries]

@@ -71,7 +71,7 @@ def test_log_probabilities_and_derivatives_are_those_of_transformers(
 
     (_, actual), gradients = jax.value_and_grad(mean, has_aux=True)(weights)
     np.testing.assert_allclose(actual, expected.detach().numpy(), atol=2e-5)
-    named = model.name_parameters(gradients)
+    named = model.named(gradients)
     parameters = {key: each for key, each in oracle.named_parameters() if each.grad is not None}
     assert named.keys() >= parameters.keys()
     # Torch computes recurrences in chunks: beside its own in float64, its errors are three times
@@ -157,7 +157,7 @@ def test_derivatives_of_experts_are_differences_in_float64(tmp_path: Path) -> No
     oracle = save_model("qwen3-moe-mixed", tmp_path)
     model, weights = load(tmp_path, oracle)
     gradients = jax.jit(jax.grad(lambda w: model.log_probabilities(w, ROWS).mean()))(weights)
-    named = model.name_parameters(gradients)
+    named = model.named(gradients)
     oracle.set_experts_implementation("eager")  # the others have no float64
     oracle = oracle.double()
     rng = np.random.default_rng(2)

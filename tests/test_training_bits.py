@@ -134,7 +134,7 @@ def test_every_bit_is_the_engine_s_before_and_after_an_update(
     for path, gradient in jax.tree.leaves_with_path(gradients):
         assert np.isfinite(np.asarray(gradient, np.float32)).all(), path
     weights = add_gradients(weights, gradients, -1e-2)
-    llm.update_parameters(model.name_parameters(weights))
+    llm.update_parameters(model.named(weights))
     (_, others), _ = differentiate(weights)
     assert np.mean(np.asarray(others) == np.asarray(logprobs)) < 0.1
     np.testing.assert_array_equal(others, scores(llm))

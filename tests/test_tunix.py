@@ -137,7 +137,7 @@ def test_a_trained_module_has_the_bits_of_the_rollout_whatever_the_padding(
     model, parameters = TrainableModel.load(llm.hf_config, llm.parameters(), dtype=dtype)
     module = TrainedModule(model, parameters)
     module.use_log_softmax()
-    assert module.name_parameters(nnx.state(module)).keys() == llm.parameters().keys()
+    assert module.named(nnx.state(module)).keys() == llm.parameters().keys()
     output = rollout.generate(PROMPTS, config())
     completions = np.full((3, 14), rollout.pad_id(), np.int32)
     for row, tokens in zip(completions, output.tokens, strict=True):

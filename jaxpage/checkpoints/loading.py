@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxpage.checkpoints.joining import are_on_devices, join_arrays, orient, spl
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models.parameters import Path, Weight
+from jaxpage.models.parameters import Path
 from jaxpage.models.sharding import Place, ShardedWeight
 
 
@@ -62,45 +62,6 @@ def load_weights(
         return {filled.weight.path: put(array)}, array.nbytes
 
     return _load(plan, dtype, load, make_array_reader(plan), progress)
-
-
-def load_sharded(
-    plan: LoadPlan,
-    dtype: str | None,
-    sharding_of: Callable[[Weight], jax.sharding.Sharding],
-    *,
-    progress: bool = False,
-) -> dict[Any, Any]:
-    """Loads parameters straight onto devices, sharded by `sharding_of(weight)`.
-
-    Only the part of a device is read for it. For Orbax this holds for parameters that are one
-    stored tensor; others come through the host. See `load_weights`.
-    """
-    targets: dict[str, Any] = {}
-    if plan.layout == "orbax":
-        for filled in plan.parameters:
-            _, info = filled.pieces[0]
-            if _is_whole(filled):
-                sharding = sharding_of(filled.weight)
-                targets[info.name] = jax.ShapeDtypeStruct(
-                    info.shape, filled.dtype(dtype), sharding=sharding
-                )
-
-    def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
-        target_dtype = filled.dtype(dtype)
-        first, *_ = arrays
-        array = first
-        # Orbax has restored whole tensors straight onto their devices.
-        if not isinstance(first, jax.Array):
-            array = jax.make_array_from_callback(
-                filled.weight.shape,
-                sharding_of(filled.weight),
-                lambda index: _assemble(filled, arrays, target_dtype, index or ()),
-                dtype=target_dtype,
-            )
-        return {filled.weight.path: array}, array.nbytes
-
-    return _load(plan, dtype, load, make_array_reader(plan, targets), progress)
 
 
 def load_shards(
@@ -225,14 +186,11 @@ def _whole(filled: Filled) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in filled.weight.shape)
 
 
-def make_array_reader(
-    plan: LoadPlan, targets: Mapping[str, Any] | None = None
-) -> Callable[[TensorInfo], Any]:
+def make_array_reader(plan: LoadPlan) -> Callable[[TensorInfo], Any]:
     """Returns a function that reads tensors; those in memory stay where they are.
 
-    Others are views of their files, or dequantised; from Orbax they are numpy arrays, or of the
-    form of `targets[name]`. A tensor of Orbax is released with the last of the pieces that it
-    fills.
+    Others are views of their files, or dequantised; from Orbax they are numpy arrays. A tensor of
+    Orbax is released with the last of the pieces that it fills.
     """
     if plan.layout == "safetensors":
         return map_array
@@ -243,8 +201,8 @@ def make_array_reader(
     files: dict[str, Any] = {}
     for info in plan.tensors.values():
         # One element is enough for all: the target only tells Orbax the shape and the dtype.
-        default = np.broadcast_to(np.empty((), NUMPY_DTYPES[info.dtype]), info.shape)
-        insert(files, info.name.split("."), (targets or {}).get(info.name, default))
+        target = np.broadcast_to(np.empty((), NUMPY_DTYPES[info.dtype]), info.shape)
+        insert(files, info.name.split("."), target)
     restored = restore_orbax(plan.directory, files)
     remaining = Counter(info.name for filled in plan.parameters for _, info in filled.pieces)
 

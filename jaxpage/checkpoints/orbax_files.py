@@ -85,9 +85,8 @@ def save_orbax(directory: Path, tree: Mapping[str, Any]) -> None:
 def restore_orbax(directory: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Restores the whole tree in the form of `targets`, in their types.
 
-    A leaf that is a numpy array is restored as one. A `jax.ShapeDtypeStruct` with a sharding is
-    restored as a jax.Array with this sharding, and each device reads its part. Shapes must have
-    been compared before: Orbax pads and cuts silently.
+    Leaves are numpy arrays. Their shapes must have been compared before: Orbax pads and cuts
+    silently.
 
     Raises:
         CheckpointError: The data is damaged.

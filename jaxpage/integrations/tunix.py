@@ -443,6 +443,6 @@ class TrainedModule(nnx.Module):
         """Lets Tunix, in this process, make log probabilities of logits as the engine does."""
         tunix_common.selective_log_softmax = self.model.select_log_softmax
 
-    def name_parameters(self, state: nnx.State) -> dict[str, jax.Array]:
+    def named(self, state: nnx.State) -> dict[str, jax.Array]:
         """Returns the parameters of a state by the names of Hugging Face."""
-        return self.model.name_parameters(nnx.to_pure_dict(state)["parameters"])
+        return self.model.named(nnx.to_pure_dict(state)["parameters"])

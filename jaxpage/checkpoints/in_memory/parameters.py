@@ -116,7 +116,7 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
         and known.isdisjoint(arrays)
     ):
         problems.add(
-            "these are parameters as TrainableModel.load returns them: give model.name_parameters(parameters)"
+            "these are parameters as TrainableModel.load returns them: give model.named(parameters)"
         )
         problems.raise_if_any()
     plan = _fit(files, arrays, weights, problems)

@@ -239,9 +239,7 @@ class CompletionAnswer(Answer):
         self, index: int, output: RequestOutput, position: int, *, echo: bool
     ) -> dict[str, Any]:
         completion = output.outputs[position]
-        shown = (
-            output.with_prompt(position, prompt=self._prompt_text(output)) if echo else completion
-        )
+        shown = output.echoed(position, prompt=self._prompt_text(output)) if echo else completion
         logprobs = None
         if self._request.logprobs is not None and shown.logprobs is not None:
             if (offsets := self._offsets.get(index)) is None:
