@@ -209,8 +209,10 @@ def test_a_model_that_is_gone_answers_so_and_the_rest_goes_on(client, expected):
     after = client.post("/v1/completions", json=request("demo", 0, 0)).json()
     assert after["choices"] == before["choices"]
     assert before["choices"][0]["token_ids"] == expected["demo", 0, 0]
-    answer = client.post("/v1/completions", json=request("nobody", 0, 0))
-    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+    for name in ("nobody", "/models/nobody"):
+        answer = client.post("/v1/completions", json=request(name, 0, 0))
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+        assert f"The model '{name}' does not exist" in answer.text  # a name is no path of ours
 
 
 @pytest.mark.parametrize("level", [1, 2])

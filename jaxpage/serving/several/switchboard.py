@@ -171,7 +171,7 @@ class Switchboard:
         with self.visitors.inside():
             raw = await json_body(scope, receive)
             requested = await self.preparing.run(
-                lambda: self._parse_request(raw, scope["path"]), len(raw)
+                lambda: quotes(self._parse_request)(raw, scope["path"]), len(raw)
             )
             if (unload := requested.stay.unload) is not None:
                 self._table.expire(requested.model)
@@ -199,7 +199,8 @@ class Switchboard:
         with self.visitors.inside():
             raw = await json_body(scope, receive)
             requested, body = await self.preparing.run(
-                lambda: (self._parse_request(raw, scope["path"]), parse_object(raw)), len(raw)
+                lambda: (quotes(self._parse_request)(raw, scope["path"]), parse_object(raw)),
+                len(raw),
             )
             answer = await shown.answer(body, requested.model)
             await answer(scope, receive, send)
@@ -226,7 +227,6 @@ class Switchboard:
         self._sees[name] = model.context.pictures is not None
         return model
 
-    @quotes
     def _parse_request(self, raw: bytes, path: str) -> ModelRequest:
         body = parse_object(raw)
         name = self._name_in(body)
