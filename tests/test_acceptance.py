@@ -141,7 +141,7 @@ def test_a_log_gives_them_back():
             _draft(4, [5, 3, 8, 1], [-1, -1, 0, 1], wrong, vocab_size=20)
 
 
-def test_a_step_is_told_what_each_draft_was_drawn_from():
+def test_a_step_knows_what_each_draft_was_drawn_from():
     """A chosen draft, and a token that is no draft, has all the probability itself."""
     menu = make_menu(
         4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MAX_CANDIDATES

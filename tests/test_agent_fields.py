@@ -83,7 +83,7 @@ def test_a_template_gets_a_word_that_it_compares(words, effort):
     assert bool(ignored) == (effort == "none" and word != "none")
 
 
-def test_what_is_stored_nowhere_is_told():
+def test_what_is_stored_nowhere_is_reported():
     assert open_chat(chat(store=True), context()).ignored_fields == ("store",)
     assert open_chat(chat(store=False), context(strict_requests=True)).ignored_fields == ()
 
@@ -125,7 +125,7 @@ def test_a_refusal_is_what_the_assistant_said(message, text):
         (PLAIN, False, "", ()),
     ],
 )
-def test_ollama_thinks_as_much_as_it_is_told(template, think, shown, ignored):
+def test_ollama_thinks_as_much_as_the_request_says(template, think, shown, ignored):
     known = context(tokenizer=with_template(template))
     exchange = open_ollama_chat(chat(think=think), known)
     assert str(exchange.prompts[0].prompt).endswith(f"<{shown}>")
@@ -170,7 +170,7 @@ def test_a_switch_without_a_form_of_reasoning_has_an_effect():
         assert open_chat(chat(thinking={"type": "enabled"}), served).ignored_fields == ignored
 
 
-def test_ollama_may_be_told_to_think_where_a_model_always_does():
+def test_ollama_may_ask_for_thinking_where_a_model_always_does():
     thinks = context(tokenizer=with_template(PLAIN), reasoning_parser="think")
     for think, ignored in ((True, ()), (False, ("think",)), (None, ())):
         exchange = open_ollama_chat(chat(think=think), thinks)

@@ -77,7 +77,7 @@ KEPT: dict[str, Any] = {
         ({}, None),
     ],
 )
-def test_broken_promises_are_told(broken, message, monkeypatch):
+def test_broken_promises_are_reported(broken, message, monkeypatch):
     seen = SimpleNamespace(**{**KEPT, **broken})
     siege = object.__new__(Siege)
     process = SimpleNamespace(poll=lambda: seen.returncode, returncode=seen.returncode)

@@ -225,7 +225,7 @@ def test_a_run_between_two_polls_has_no_means_of_the_server():
     assert longer["server_series"]["num_requests_running"] == [3]
 
 
-def test_a_rate_that_was_not_held_is_told():
+def test_a_rate_that_was_not_held_is_reported():
     """Requests were due after 1, 2 and 3 s, and the last was sent after 4."""
     answers = [
         TimedAnswer(due=10.0 + due, sent=10.0 + sent) for due, sent in ((1, 1), (2, 2), (3, 4))
@@ -430,7 +430,7 @@ def test_static_batches_wait_for_their_last(server, capsys):
     assert not log
 
 
-def test_requests_arrive_at_the_rate_that_was_asked_for(server, capsys):
+def test_requests_arrive_at_the_rate_that_was_requested(server, capsys):
     """A run of 200 requests at 500 a second is not over before the last is due.
 
     A slow machine may take longer.

@@ -24,7 +24,7 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("name", "num_executables", "line"), [("test_a.py", 6, 5), ("test_new.py", 25, 24)]
 )
-def test_more_than_the_line_is_told_with_the_numbers(name, num_executables, line):
+def test_more_than_the_line_is_reported_with_the_numbers(name, num_executables, line):
     problem = durations.over_budget(name, num_executables, KNOWN)
     for part in (
         f"tests/{name} need {num_executables} ",

@@ -95,7 +95,7 @@ def test_pictures_are_shown_with_the_next_question(tmp_path):
         ("/", "there are /help"),
     ],
 )
-def test_an_unknown_command_is_told_and_changes_nothing(line, hint):
+def test_an_unknown_command_is_reported_and_changes_nothing(line, hint):
     talk = conversation("a")
     message = talk.command(line)
     assert hint in message and "Nothing was sent" in message
@@ -161,7 +161,7 @@ def test_parameters_are_set_one_by_one():
         ("/set seed 1.5", "seed must be"),
     ],
 )
-def test_a_wrong_parameter_is_told_and_changes_nothing(line, message):
+def test_a_wrong_parameter_is_reported_and_changes_nothing(line, message):
     talk = conversation(sampling={"temperature": 0.5})
     assert message in talk.command(line)
     assert talk.params == conversation(sampling={"temperature": 0.5}).params
@@ -217,7 +217,7 @@ def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(tmp_path, con
     )
 
 
-def test_files_that_cannot_be_had_are_told(tmp_path):
+def test_files_that_cannot_be_had_are_reported(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for command in ("/load", "/save"):
         assert "give the name of a file" in conversation().command(command)
@@ -336,7 +336,7 @@ def test_a_full_context_drops_turns_with_a_notice(capsys):
     assert [turn[0] for turn in talk.turns] == [texts[3], "end"] and "re: end\n" in out
 
 
-def test_a_failure_is_told_and_the_conversation_goes_on(capsys):
+def test_a_failure_is_reported_and_the_conversation_goes_on(capsys):
     talk = conversation()
     assert (
         converse(Scripted(), talk, Script("refuse", "fail", "/halp", "and now?"), lambda text: None)
@@ -406,7 +406,7 @@ def test_pictures_of_the_command_line_are_shown_with_the_first_question(fake, mo
     ("name", "problem"),
     [("missing.png", "is no file"), ("x" * 300, "File name too long"), (".", "is no file")],
 )
-def test_a_wrong_picture_of_the_command_line_is_told_before_the_start(
+def test_a_wrong_picture_of_the_command_line_is_reported_before_the_start(
     name, problem, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr("jaxpage.cli.chat.engine_for_one", lambda *_, **__: pytest.fail("started"))

@@ -344,7 +344,7 @@ def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path):
     assert str(caught.value) == text
 
 
-def test_a_tensor_that_does_not_fit_is_told_with_its_shard(tmp_path):
+def test_a_tensor_that_does_not_fit_is_reported_with_its_shard(tmp_path):
     """The shard has the name of the file in the directory, though it may be a link to a name of the
     hub's cache.
     """
@@ -389,7 +389,7 @@ def test_another_number_of_layers_is_one_sentence(tmp_path, of_config, config):
     )
 
 
-def test_a_missing_tensor_is_told_with_where_it_was_looked_for(tmp_path):
+def test_a_missing_tensor_is_reported_with_where_it_was_looked_for(tmp_path):
     tensors = random_tensors(LLAMA)
     del tensors["model.norm.weight"]
     write_tensors(random_checkpoint(tmp_path, LLAMA, shards=3), tensors, shards=3)
@@ -851,7 +851,7 @@ def test_eos_token_ids(tmp_path, generation, config, ids):
     assert eos_token_ids(tmp_path, read_config(tmp_path)) == ids
 
 
-def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path):
+def test_an_id_that_ends_a_text_and_is_none_is_reported_with_the_rest(tmp_path):
     config = {**LLAMA, "hidden_act": "spiral", "eos_token_id": [1, "2"]}
     (random_checkpoint(tmp_path, LLAMA) / "config.json").write_text(json.dumps(config))
     text = refusal(tmp_path)

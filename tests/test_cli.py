@@ -177,7 +177,7 @@ def test_quiet_and_verbose(fake, capsys):
     assert capsys.readouterr().err.count("All executables") == 1
 
 
-def test_a_failed_text_is_told_even_quietly(fake, monkeypatch, capsys):
+def test_a_failed_text_is_reported_even_quietly(fake, monkeypatch, capsys):
     def failing(self: FakeLLM) -> Iterator[RequestOutput]:
         output = CompletionOutput(
             index=0, text="a", token_ids=[0], finish_reason="error", stop_reason="no token left"
@@ -191,7 +191,7 @@ def test_a_failed_text_is_told_even_quietly(fake, monkeypatch, capsys):
     assert "finish reason: error, no token left" in capsys.readouterr().err
 
 
-def test_a_model_without_text_is_told_before_it_is_loaded(fake, tmp_path, monkeypatch, capsys):
+def test_a_model_without_text_is_reported_before_it_is_loaded(fake, tmp_path, monkeypatch, capsys):
     packaged, mute = Path(jaxpage.__file__).parent / "demo", tmp_path / "mute"
     mute.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -743,7 +743,7 @@ def test_the_first_command_of_the_readme():
     assert len(result.stderr.splitlines()) == 2, f"no table, no warnings: {result.stderr}"
 
 
-def test_nobody_is_told_that_torch_is_missing():
+def test_nobody_hears_that_torch_is_missing():
     """Transformers would say so at its import, where there is none."""
     code = (
         "import importlib.util as util; find = util.find_spec\n"

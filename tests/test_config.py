@@ -153,7 +153,7 @@ def test_a_step_holds_a_block() -> None:
     assert EngineConfig(**sizes).block_size == "auto"
 
 
-def test_contradictions_are_told_beside_other_mistakes() -> None:
+def test_contradictions_are_reported_beside_other_mistakes() -> None:
     with pytest.raises(ConfigError) as error:
         EngineConfig(  # type: ignore[call-arg]
             block_size=13,

@@ -175,7 +175,7 @@ def test_whole_and_streamed_outputs_are_those_of_the_engine(built):
     asyncio.run(main())
 
 
-def test_a_beam_search_is_told_whole_and_cannot_be_streamed(built):
+def test_a_beam_search_is_reported_whole_and_cannot_be_streamed(built):
     beams = built.engine.prepare(None, PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
     best = order(built, n=1, best_of=2, temperature=1.0, seed=1)
     expected = [alone(built, beams), alone(built, best)]
@@ -320,7 +320,7 @@ def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, ph
     asyncio.run(main())
 
 
-def test_who_waits_for_a_request_that_another_cancels_is_told_so(built, monkeypatch):
+def test_who_waits_for_a_request_that_another_cancels_gets_an_error(built, monkeypatch):
     gate = Gate(monkeypatch, built.engine)
 
     async def main():
@@ -438,7 +438,7 @@ def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(
     asyncio.run(main())
 
 
-def test_an_output_that_cannot_be_told_ends_its_own_request_only(built, monkeypatch):
+def test_an_output_that_cannot_be_identified_ends_its_own_request_only(built, monkeypatch):
     expected = alone(built, order(built))
     whole = Reporter.whole
     ids = []

@@ -556,7 +556,7 @@ def test_everything_that_is_wrong_comes_at_once(tmp_path, target):
     )
 
 
-def test_a_head_of_the_other_method_is_told_so(tmp_path, target):
+def test_a_head_of_the_other_method_is_reported_as_such(tmp_path, target):
     first, third = (
         write(tmp_path / "1", AUTHORS, Eagle().tensors()),
         write(tmp_path / "3", EAGLE3, head_tensors()),

@@ -896,7 +896,7 @@ def test_settings_that_are_not_honoured_are_refused(directory):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_is_told_so(directory, llm, capfd):
+def test_a_forked_process_gets_an_error(directory, llm, capfd):
     one(llm, [1, 2, 3], GREEDY)
     if (child := os.fork()) == 0:
         try:

@@ -287,7 +287,7 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
 
 
 @given(tables=st.lists(st.lists(st.integers(0, 3), max_size=6).map(tuple), max_size=8))
-def test_any_table_can_be_told_from_its_changes(tables: list[tuple[int, ...]]) -> None:
+def test_any_table_can_be_rebuilt_from_its_changes(tables: list[tuple[int, ...]]) -> None:
     records: list[dict[str, Any]] = []
     recorder, known = Recorder(records.append), []
     for step, table in enumerate(tables):

@@ -96,7 +96,7 @@ def test_a_mask_has_the_ids_that_were_kept(llm):
     assert "logprobs" not in choice
 
 
-def test_nothing_but_ids_unless_it_is_asked_for(llm):
+def test_nothing_but_ids_unless_it_is_requested(llm):
     body, _ = generate(llm, **SAMPLED)
     (choice,) = body["choices"]
     assert choice.keys() == {

@@ -294,7 +294,7 @@ def on_both_hosts(
 PLANNED = {"dtype": "float32", "num_blocks": 64, "swap_space_blocks": 63, "buckets": [[2, 2]]}
 
 
-def test_both_hosts_are_told_the_same_of_engines_that_differ():
+def test_both_hosts_get_the_same_error_of_engines_that_differ():
     for function, changed, why in (
         (
             joining.agree,
@@ -417,7 +417,7 @@ def follow(directory: Path, records: list[Any], **settings: Any) -> None:
         invariants(llm)
 
 
-def test_a_follower_does_what_it_is_told(engine_records, directory):
+def test_a_follower_does_what_rank_0_says(engine_records, directory):
     assert {"arrival", "plan", "result", "abort", "reset"} <= {
         record["event"] for record in engine_records
     }
@@ -431,7 +431,9 @@ def test_a_follower_does_what_it_is_told(engine_records, directory):
         ("result", "tokens", r"tokens\[0\] of sequence 0 of its result"),
     ],
 )
-def test_the_first_difference_is_told_by_its_step(engine_records, directory, event, field, named):
+def test_the_first_difference_is_reported_by_its_step(
+    engine_records, directory, event, field, named
+):
     records = json.loads(json.dumps(engine_records))
     step, changed = next(
         (record["step"], record) for record in records if record["event"] == event and record[field]

@@ -694,7 +694,7 @@ def test_a_target_may_be_a_url(open_server):
         assert ask(open_server, "GET", target)[0] == 400
 
 
-def test_a_key_is_asked_for_on_the_path_of_a_url(server_with_keys):
+def test_a_key_is_requested_on_the_path_of_a_url(server_with_keys):
     for form in (*ABSOLUTE, "http://x/health/..{}", "http://health{}"):
         for path in LOOKED_AT[:-1]:
             assert ask(server_with_keys, "GET", form.format(path))[0] == 401, (form, path)
@@ -717,7 +717,7 @@ def test_a_key_is_asked_for_on_the_path_of_a_url(server_with_keys):
     )
 
 
-def test_a_key_is_asked_for_whatever_the_slashes(server_with_keys):
+def test_a_key_is_requested_whatever_the_slashes(server_with_keys):
     for path in ("/v1//models", "//v1/models/", "/v1/messages//batches"):
         assert ask(server_with_keys, "GET", path)[0] == 401
     status, _, body = ask(server_with_keys, "GET", "/v1/messages/batches")
@@ -886,7 +886,7 @@ def test_who_sends_more_and_leaves_has_left(demo_build, monkeypatch, after):
         assert running.aborted() == {"disconnect": 1}
 
 
-def test_what_stands_behind_the_last_request_is_dropped(demo_build, monkeypatch):
+def test_what_stands_after_the_last_request_is_dropped(demo_build, monkeypatch):
     """RFC 9112, 9.6 says so."""
     with serving(demo_build) as running:
         expected = reference(running)
@@ -904,7 +904,7 @@ def test_what_stands_behind_the_last_request_is_dropped(demo_build, monkeypatch)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_far_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last(
+def test_far_too_much_after_a_request_is_dropped_and_its_answer_is_the_last(
     demo_build, monkeypatch, stream
 ):
     body = {**SHORT, "stream": stream}
@@ -934,7 +934,7 @@ def test_far_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last(
         assert running.aborted() == {}
 
 
-def test_who_sends_without_end_behind_a_request_is_cut(demo_build, monkeypatch):
+def test_who_sends_without_end_after_a_request_is_cut(demo_build, monkeypatch):
     monkeypatch.setattr(connection, "MAX_BYTES_DROPPED", 1 << 20)
     with serving(demo_build) as running:
         gate = Gate(monkeypatch, demo_build.engine)
@@ -983,9 +983,7 @@ def test_who_sends_no_more_gets_an_answer(demo_build, monkeypatch, stream):
         wait_until(lambda: nothing_runs(running) and not running.uvicorn.connections)
 
 
-def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(
-    demo_build, monkeypatch
-):
+def test_requests_after_each_other_are_all_answered_after_the_end_of_them(demo_build, monkeypatch):
     with serving(demo_build) as running:
         expected = reference(running)
         gate = Gate(monkeypatch, demo_build.engine)
@@ -1487,7 +1485,7 @@ def test_a_drain_finishes_what_runs_and_refuses_the_rest(demo_build, monkeypatch
             running.connect()
 
 
-def test_what_does_not_finish_in_time_is_told_so(demo_build):
+def test_what_does_not_finish_in_time_is_answered_so(demo_build):
     with serving(demo_build, shutdown_timeout_seconds=0) as running:
         with (
             running.connect() as streamed,

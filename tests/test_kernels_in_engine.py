@@ -149,7 +149,7 @@ def test_kernels_are_interpreted_on_cpu_only():
         choose_backend("cpu", gpu("9.0"))
 
 
-def test_a_tpu_has_a_set_of_its_own_and_others_are_told_how_to_see_one(monkeypatch):
+def test_a_tpu_has_a_set_of_its_own_and_errors_say_how_to_see_one(monkeypatch):
     find_spec = importlib.util.find_spec
     there = {"libtpu": find_spec("jax")}
     monkeypatch.setattr(

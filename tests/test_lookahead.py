@@ -384,7 +384,7 @@ class Hearing(LookaheadProposer):
             raise RuntimeError("it fails")
 
 
-def test_draws_are_told_by_row_and_by_draft(caplog):
+def test_draws_are_reported_by_row_and_by_draft(caplog):
     proposer = Hearing()
     speculator = ProposingSpeculator(proposer, LIMITS, None, vocab_size=VOCAB)
     rows = (

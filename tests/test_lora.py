@@ -816,7 +816,7 @@ def test_settings_of_a_server_that_cannot_be():
             ServerConfig(lora_modules=("a=b", wrong))
 
 
-def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_model_is_loaded(
+def test_what_is_wrong_with_adapters_of_a_server_is_reported_at_once_before_its_model_is_loaded(
     model, tmp_path
 ):
     directories = [

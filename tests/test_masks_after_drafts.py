@@ -90,7 +90,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_si
     stop=st.booleans(),
     few=st.booleans(),
 )
-def test_behind_drafts_as_behind_tokens(grammar_of, regex, steps, min_tokens, stop, few):
+def test_after_drafts_as_after_tokens(grammar_of, regex, steps, min_tokens, stop, few):
     """Looks ahead along many paths, takes a token, looks again.
 
     Every mask is that of a sequence that never looked ahead.
@@ -202,7 +202,7 @@ def test_what_drafts_find_does_not_count(size, limit, fails, mistaken, directory
 # ---- what else stands before a draw
 
 
-def test_draws_behind_drafts_are_processed_as_behind_tokens():
+def test_draws_after_drafts_are_processed_as_after_tokens():
     """Penalties, min_tokens and bad words see the path to a draft as if it were known.
 
     The tree branches.

@@ -141,7 +141,7 @@ def test_heads_that_know_a_part_of_the_vocabulary(tmp_path, dtype):
     np.testing.assert_array_equal(ids_BJW, np.stack(expected, axis=1))
 
 
-def test_all_that_does_not_fit_is_told_at_once(tmp_path):
+def test_all_that_does_not_fit_is_reported_at_once(tmp_path):
     heads = random_heads(3)
     heads[1] = Head(heads[1].blocks, heads[1].table[:-1])
     directory = write_original(tmp_path / "a", heads, medusa_num_layers=2, hidden_size=32)
@@ -484,7 +484,7 @@ def test_a_wrong_order_of_heads_shows_in_what_is_right_and_in_no_text(plain, cha
 
 
 @pytest.mark.sweep
-def test_guesses_behind_a_wrong_token_show_in_what_is_right_and_in_no_text(
+def test_guesses_after_a_wrong_token_show_in_what_is_right_and_in_no_text(
     plain, model, heads, monkeypatch
 ):
     text, _ = run(plain, GREEDY)
@@ -508,7 +508,7 @@ def test_what_is_aborted_is_forgotten(chains):
     invariants(chains)
 
 
-def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(plain, chains, monkeypatch):
+def test_heads_that_cannot_be_identified_end_the_drafts_and_no_request(plain, chains, monkeypatch):
     speculator: Any = chains._engine.speculator
     monkeypatch.setattr(speculator.proposer, "observe", lambda *_: 1 / 0)
     reporter = chains._engine.add("a", chains._engine.prepare(None, PROMPTS[0], GREEDY))

@@ -214,7 +214,7 @@ def differs_from_transformers(
     return None
 
 
-def test_what_recycling_is_told_is_what_transformers_says(engines, directory, monkeypatch):
+def test_what_recycling_learns_is_what_transformers_says(engines, directory, monkeypatch):
     assert (
         differs_from_transformers(engines("roomy", "token_recycling"), directory, monkeypatch)
         is None

@@ -818,7 +818,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(error, name, says, overrides
     [case for case in REFUSED if not {"architectures", "tie_word_embeddings"} & set(case[3])],
     ids=lambda case: case[2],
 )
-def test_the_fields_behind_a_wrong_one_are_read_too(case):
+def test_the_fields_after_a_wrong_one_are_read_too(case):
     """Each is reported, and no error that only the first one causes."""
     _, name, says, overrides = case
     config = config_json(name) | overrides
@@ -832,7 +832,7 @@ def test_the_fields_behind_a_wrong_one_are_read_too(case):
     assert any(re.search(says, line) for line in problems.lines if line != other)
 
 
-def test_all_wrong_fields_of_a_config_are_told_at_once():
+def test_all_wrong_fields_of_a_config_are_reported_at_once():
     config = config_json("llama-grouped") | {
         **{
             "hidden_size": "many",
@@ -945,7 +945,7 @@ def test_an_error_that_a_replaced_value_may_have_caused_gives_way_to_what_was_no
         ),
     ],
 )
-def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, parameters, expected):
+def test_all_that_is_wrong_with_a_rotary_embedding_is_reported_at_once(name, parameters, expected):
     config = config_json(name) | {"rope_parameters": parameters, "rope_scaling": None}
     if name == "llama-grouped":
         config["head_dim"], expected = 7, [*expected, "even head width, not 7"]

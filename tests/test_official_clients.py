@@ -768,7 +768,7 @@ def test_best_of_and_beams(open_ai, offline):
     assert texts(beams) == [output.text for output in offline["beams"]]
 
 
-def test_stops_are_cut_and_told(open_ai, offline):
+def test_stops_are_cut_and_reported(open_ai, offline):
     whole = offline["greedy"][0].text
     stop = whole[5:9]
     answer = open_ai.completions.create(prompt=PROMPT, stop=[stop, "never said"], **GREEDY)

@@ -524,7 +524,7 @@ def test_a_picture_is_asked_about_and_its_blocks_say_so(page: Any) -> None:
     assert loop.stop(60)
 
 
-def test_a_refusal_is_told(page: Any, server: str) -> None:
+def test_a_refusal_is_reported(page: Any, server: str) -> None:
     page.allowed.append("400")
     open_live(page, server)
     page.fill("#n", "16")
@@ -669,7 +669,7 @@ def test_markup_in_a_text_stays_text(page: Any, server: str, with_tokens: bool) 
     assert page.locator("main img, main script, .exchange b, #tooltip i").count() == 0
 
 
-def test_the_key_is_asked_for(page: Any, loop: AsyncDriver, demo_build: Built) -> None:
+def test_the_key_is_requested(page: Any, loop: AsyncDriver, demo_build: Built) -> None:
     page.allowed.append("401")
     with served_engine(loop, demo_build, api_keys=[KEY]) as address:
         page.goto(f"{address}/ui/")
@@ -863,7 +863,7 @@ def test_an_incident_shows_the_last_steps(
     assert num_compared > INCIDENT_STEPS
 
 
-def test_a_damaged_log_is_told(page: Any, files: str, crowd: Crowd) -> None:
+def test_a_damaged_log_is_reported(page: Any, files: str, crowd: Crowd) -> None:
     shown = crowd.shown
     open_log(page, files, shown)
     page.click("#leave-log")
@@ -882,7 +882,7 @@ def test_a_damaged_log_is_told(page: Any, files: str, crowd: Crowd) -> None:
     expect(page.locator("#log-name")).to_contain_text("cut off at its end")
 
 
-def test_what_a_block_is_told_by_keyboard(page: Any, files: str, crowd: Crowd) -> None:
+def test_the_keyboard_shows_what_a_block_is(page: Any, files: str, crowd: Crowd) -> None:
     snapshots = crowd.snapshots
     moment, block = next(
         (moment, block)

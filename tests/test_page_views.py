@@ -486,7 +486,7 @@ CONTINUED = """async ([pieces, with_tokens]) => {
 }"""
 
 
-def test_a_tour_that_computes_much_is_asked_for_twice(page: Any, files: str) -> None:
+def test_a_tour_that_computes_much_is_confirmed_first(page: Any, files: str) -> None:
     """A pool of 2,050 blocks, as of a default server, takes five requests of 6,576 tokens."""
     page.allowed += ["404", "405"]
     limits = {"max_num_seqs": 64}
@@ -586,7 +586,7 @@ REFUSED = {
 }
 
 
-def test_pictures_that_cannot_be_sent_are_told(page: Any, files: str) -> None:
+def test_pictures_that_cannot_be_sent_are_reported(page: Any, files: str) -> None:
     open_seeing(page, files, takes_pictures=False)
     expect(page.locator("#picture-button")).to_be_hidden()
     let_go(page, "#prompt", "drop", RED)

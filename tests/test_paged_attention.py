@@ -528,7 +528,7 @@ def test_an_option_is_in_the_definition_and_refused_by_name_where_a_set_does_not
     assert without.refusal(None, call) == f"{name}: its attention has no such option"
 
 
-def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
+def test_a_gpu_gets_plain_xla_only_where_it_is_requested_by_name(monkeypatch):
     case = make_case(9, [4, 4], [1, 1])
     old = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
     monkeypatch.setattr(jax, "devices", lambda: [old])

@@ -147,7 +147,7 @@ def test_only_a_last_block_that_is_partly_filled_is_copied(caching, directory, p
             assert llm.stats()["copy_on_write_blocks_total"] - before == (n - 1 if shares else 0)
 
 
-def test_best_of_is_the_likeliest_of_all(llm, prompts):
+def test_best_of_is_the_most_likely_of_all(llm, prompts):
     for n, best_of, logprobs in itertools.product((1, 2, 3), (3, 8), (None, 1)):
         params = dataclasses.replace(
             PARAMS, temperature=1.0, top_p=1.0, ignore_eos=False, stop_token_ids=range(9, 40)

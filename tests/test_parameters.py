@@ -349,7 +349,7 @@ def test_any_part_of_a_parameter_is_that_part_of_the_whole(tmp_path):
         np.testing.assert_array_equal(part, STACKED[index])
 
 
-def test_a_part_of_a_tensor_that_is_missing_or_misshapen_is_told_once(tmp_path):
+def test_a_part_of_a_tensor_that_is_missing_or_misshapen_is_reported_once(tmp_path):
     tensors = {name: value for name, value in TENSORS.items() if name != "whole"}
     assert "(1 problem):\n  - tensor 'whole' of shape (6, 9) is missing" in refusal(
         write(tmp_path / "a", tensors), weights_of(Toy())

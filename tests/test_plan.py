@@ -252,7 +252,7 @@ def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
     assert long - short >= 64 * 4 * (8192 - 1024)
 
 
-def test_the_workspace_holds_a_draw_behind_every_draft(
+def test_the_workspace_holds_a_draw_after_every_draft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """64 sequences with 7 drafts draw from 512 tokens, if a step may have as many.
@@ -644,7 +644,7 @@ def test_advice_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ), error
 
 
-def test_what_a_cpu_ignores_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_cpu_ignores_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = write(tmp_path, {**LLAMA_3_8B, "num_hidden_layers": 1, "vocab_size": 1000})
     assert run(model, "--num-blocks", "20", "--gpu-memory-utilization", "0.9") == 0
     assert [record.getMessage() for record in caplog.records] == [

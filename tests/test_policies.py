@@ -284,7 +284,7 @@ def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(monkeypatch):
         test_everybody_finishes_and_nobody_thrashes("fcfs", "recompute", "readmitted")
 
 
-def test_new_ones_wait_for_the_preempted_as_they_are_told_to():
+def test_new_ones_wait_for_the_preempted_as_the_setting_says():
     """Under the paper's literal sentence nobody new runs from a preemption until the preempted have
     finished.
     """

@@ -581,7 +581,7 @@ def run_one(driver: Driver, request_id: str, prompt: list[int], **how: object):
     return group
 
 
-def test_a_prompt_starts_behind_what_is_cached_and_leaves_a_token_to_compute():
+def test_a_prompt_starts_after_what_is_cached_and_leaves_a_token_to_compute():
     driver = make_driver(caching=True, block_size=4, max_tokens=16)
     prompt = list(range(24))
     assert run_one(driver, "first", prompt).num_cached_tokens == 0

@@ -327,7 +327,7 @@ class Spelling:
         return {"input_ids": self.spelled[text]}
 
 
-def test_words_are_spelled_at_the_beginning_and_behind_a_space():
+def test_words_are_spelled_at_the_beginning_and_after_a_space():
     tokenizer = Spelling(
         cat=[1],
         _cat=[2],

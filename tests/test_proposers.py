@@ -67,7 +67,7 @@ def look_up(text: Sequence[int], min_length: int, max_length: int, num_drafts: i
 
 
 @given(LONG_TEXTS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 5), st.integers(1, 6))
-def test_prompt_lookup_goes_on_as_behind_the_longest_and_latest_match(
+def test_prompt_lookup_goes_on_as_after_the_longest_and_latest_match(
     text, num_prompt_tokens, min_length, more, num_drafts
 ):
     proposer = NGramProposer(min_length, min_length + more)
@@ -190,7 +190,7 @@ def test_the_path_is_of_the_most_frequent_and_of_equals_the_latest(
 
 
 @given(EVENTS, st.integers(2, 6), st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.4]))
-def test_the_tree_of_drafts_has_the_likeliest_each_once(events, depth, num_tokens, minimum):
+def test_the_tree_of_drafts_has_the_most_likely_each_once(events, depth, num_tokens, minimum):
     tree, naive = both(events, depth)
     for run in itertools.product(range(3), repeat=min(2, depth - 1)):
         if naive.count(run):
@@ -463,7 +463,7 @@ def test_drafts_branch_where_they_may():
 # --- drafts of which a set share is right
 
 
-def test_so_many_are_right_as_was_asked_for_and_the_others_are_wrong():
+def test_so_many_are_right_as_was_requested_and_the_others_are_wrong():
     rates = (0.8, 0.5, 0.5, 0.1)
     output = [number * 7 % VOCAB for number in range(6000)]
     proposer = SyntheticProposer({(1,): [output]}, rates, vocab_size=VOCAB)

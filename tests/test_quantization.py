@@ -929,7 +929,7 @@ def test_symmetric_gptq_may_have_the_middle_itself_as_its_zeros(tmp_path):
     np.testing.assert_allclose(Loaded(tmp_path).multiply(x, "mlp", "down"), x @ weight.T, atol=1e-4)
 
 
-def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path):
+def test_all_wrong_fields_of_a_quantisation_are_reported_at_once(tmp_path):
     weights = {
         "num_bits": 3,
         "type": "int",
@@ -1284,7 +1284,7 @@ def test_a_file_of_modelopt_next_to_another_method_is_not_read(tmp_path):
     assert read_config(tmp_path)["quantization_config"] == FORMATS["awq"][0]
 
 
-def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path):
+def test_damaged_scales_and_missing_tensors_are_reported_together(tmp_path):
     quantized_checkpoint(tmp_path, "awq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))
     for name, numbers in (("mlp.down_proj", [np.nan]), ("mlp.up_proj", [0.0, np.inf, -0.0])):

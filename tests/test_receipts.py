@@ -298,7 +298,7 @@ def test_missing_and_unknown_fields_are_refused(receipt: dict[str, Any]) -> None
         parse_receipt({"version": 1})
 
 
-def test_the_first_token_that_differs_is_told(llm: LLM, receipt: dict[str, Any]) -> None:
+def test_the_first_token_that_differs_is_reported(llm: LLM, receipt: dict[str, Any]) -> None:
     output = receipt["outputs"][0]
     token_id = output["token_ids"][3]
     verdict = llm.verify(with_value(receipt, ("outputs", 0, "token_ids", 3), token_id + 1))

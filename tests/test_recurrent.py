@@ -198,7 +198,7 @@ def test_no_bit_depends_on_the_engine(name, engines, lone_texts):
         assert 20 < accepted < drafted - 20
 
 
-def test_behind_a_pinned_prefix(engines, lone_texts):
+def test_after_a_pinned_prefix(engines, lone_texts):
     """It ends within a block, whose state has seen more than some of what begins with it."""
     llm = engines("recomputing")
     other = PROMPTS[0][:34] + PROMPTS[2]

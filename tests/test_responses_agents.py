@@ -460,7 +460,7 @@ def test_events_are_the_whole_response_whatever_the_cut(thought, said, calls, cu
 
 @examples(12)
 @given(thought=THOUGHTS, said=SAYINGS, calls=CALLS, num_deltas=st.integers(0, 40))
-def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
+def test_a_response_that_fails_is_reported_and_kept_with_what_it_has_said(
     thought, said, calls, num_deltas
 ):
     store = ResponseStore(1 << 20, 60)

@@ -82,7 +82,7 @@ def test_truncation_matches_transformers(by_row):
 @pytest.mark.parametrize(
     "cut", [{"top_p": 1e-50}, {"top_p": 1e-30}, {"top_k": 1}, {"min_p": 1.0}], ids=str
 )
-def test_the_likeliest_always_stays(cut, by_row):
+def test_the_most_likely_always_stays(cut, by_row):
     logits = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     cuts = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
     stays = run_truncate(

@@ -731,7 +731,7 @@ def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up():
         assert (pin.num_tokens > 0) == (manager.groups[0].num_passed(shared // 4 * 4) >= num_passed)
 
 
-def test_what_fits_only_behind_its_pin_begins_there():
+def test_what_fits_only_after_its_pin_begins_there():
     """More of the prompt is cached, in blocks of its own: reviving those takes blocks that are not
     there.
     """

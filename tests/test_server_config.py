@@ -240,7 +240,7 @@ def test_the_engine_leaves_the_server_s_section_to_the_server(tmp_path, monkeypa
         ("servers:\n  port: 1\n", "server.yaml:1: servers: unknown setting"),
     ],
 )
-def test_a_file_s_mistakes_are_told_with_their_line(tmp_path, text, message):
+def test_a_file_s_mistakes_are_reported_with_their_line(tmp_path, text, message):
     with pytest.raises(ConfigError) as error:
         resolve(write(tmp_path, text))
     assert message in str(error.value) and str(error.value).count("\n") == 0
@@ -478,7 +478,7 @@ def test_a_host_that_is_no_name_is_one_line(host):
         pass
 
 
-def test_every_address_is_told_as_one_that_can_be_asked():
+def test_every_address_is_reported_as_one_that_can_be_asked():
     with bind_socket(ServerConfig(host="0.0.0.0", port=0)) as listener:
         assert address_of(listener).startswith("http://127.0.0.1:")
 
@@ -487,7 +487,7 @@ def test_every_address_is_told_as_one_that_can_be_asked():
     ("host", "key", "warned"),
     [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)],
 )
-def test_a_door_that_is_open_to_everybody_is_told(host, key, warned, monkeypatch, tmp_path):
+def test_a_door_that_is_open_to_everybody_is_reported(host, key, warned, monkeypatch, tmp_path):
     said: list[str] = []
     monkeypatch.setattr(startup.logs, "configure", lambda config: None)
     monkeypatch.setattr(
@@ -527,7 +527,7 @@ def test_what_clients_call_the_model(tmp_path):
     assert model_names(EngineConfig(), ServerConfig(served_model_name=("a", "b"))) == ("a", "b")
 
 
-def test_a_model_without_a_template_is_asked_for_completions():
+def test_a_model_without_a_template_is_sent_completions():
     """It takes text where there is a tokenizer, and token ids where there is none.
 
     The body that is shown is JSON in a shell's quotes.

@@ -312,7 +312,7 @@ def test_the_level_is_that_of_jaxpage_alone(log):
     assert written().count("\n") == 1
 
 
-def test_activity_is_told_once_and_only_where_there_is_some(llm, outputs):
+def test_activity_is_reported_once_and_only_where_there_is_some(llm, outputs):
     before = llm.stats()
     assert logs.activity(before, llm.stats(), 10.0) is None
     llm.generate(

@@ -243,7 +243,7 @@ def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over():
     assert counts.add(plan, [], {}) == [] and counts.num_drafts == 1
 
 
-def test_the_line_behind_a_text_says_what_was_accepted():
+def test_the_line_after_a_text_says_what_was_accepted():
     metrics = RequestMetrics(arrival_time=0.0)
     assert _describe_drafts(None) == _describe_drafts(metrics) == ""
     metrics = replace(metrics, num_drafts=3, num_draft_tokens=8, num_accepted_tokens=7)

@@ -267,7 +267,7 @@ def test_an_error_on_the_way_to_text_takes_the_run_with_it(
     assert_identical(replay_log(llm, path), path)
 
 
-def test_a_draw_of_nothing_behind_a_right_draft(
+def test_a_draw_of_nothing_after_a_right_draft(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends the request after the tokens before it; no text decides that, and the replay comes to

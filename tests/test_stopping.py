@@ -387,7 +387,7 @@ def test_a_mask_that_cannot_be_made_admits_nothing():
     assert masks.keys() == {0} and masks[0] is not None and not masks[0].any()
 
 
-def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_asked_for():
+def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_requested():
     requested: list[int | None] = [None, 0, 2, 1]
     plan = StepPlan(
         step_id=1,

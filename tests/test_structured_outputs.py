@@ -173,7 +173,7 @@ def bad_outputs(llm, kind, num_seeds, **changes):
 
 
 @pytest.mark.parametrize("kind", few(KINDS, ["json", "regex", "lark", "gbnf"]))
-def test_what_a_random_model_says_is_what_was_asked_for(kind, llm):
+def test_what_a_random_model_says_is_what_was_requested(kind, llm):
     bad, outputs = bad_outputs(llm, kind, 8)
     assert not bad
     finished = [each for (each,) in outputs if each.finish_reason == "stop"]
@@ -871,7 +871,7 @@ def test_memory_is_bounded(llm, monkeypatch):
         only(llm, SLOW)
 
 
-def test_who_waits_too_long_is_told(llm, monkeypatch):
+def test_who_waits_too_long_gets_an_error(llm, monkeypatch):
     monkeypatch.setattr(compiling, "WAIT_SECONDS", 0.01)
     compiler = llm._engine.grammars
     compiler._cache.clear()

@@ -194,7 +194,7 @@ def test_what_a_format_says_already_is_left_out_and_told(schema, keyword, others
             open_chat(chat(response_format=expected), context(strict_requests=True))
 
 
-def test_sets_of_tools_are_told():
+def test_sets_of_tools_are_reported():
     body = chat(tool("f", arguments(a={"type": "array", "uniqueItems": True})), tool_choice=CHOICE)
     exchange = open_chat(body, context())
     assert exchange.ignored_fields == ("tools[0].function.parameters.uniqueItems",)

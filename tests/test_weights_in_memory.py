@@ -265,7 +265,7 @@ def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:
             np.testing.assert_array_equal(made.parameters()[name], array)
 
 
-def test_requests_that_run_are_ended_where_that_is_asked_for(
+def test_requests_that_run_are_ended_where_that_is_requested(
     by_hand: None, llm: LLM, from_files: list[list[Any]]
 ) -> None:
     version = llm.update_parameters(random_tensors(LLAMA))

@@ -567,7 +567,7 @@ RECALLING = with_template(
 )
 
 
-def test_what_comes_back_with_an_answer_and_is_not_of_it_is_told():
+def test_what_comes_back_with_an_answer_and_is_not_of_it_is_reported():
     message = {
         "role": "assistant",
         "content": "x",
@@ -696,7 +696,7 @@ def check_lines(text: str) -> None:
         assert json.loads(ends[-1].removeprefix("data: "))["text"] == text
 
 
-def test_tokens_with_one_text_are_all_told():
+def test_tokens_with_one_text_are_all_reported():
     """Pieces of characters look alike; the likeliest must not hide behind the chosen one."""
     entry = {5: Logprob(-2.0, 2, "\ufffd"), 6: Logprob(-1.0, 1, "\ufffd")}
     entries = completion_logprobs([5], [entry], 2, TextOffsets(None), TokenTexts(None))

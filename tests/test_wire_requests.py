@@ -522,7 +522,7 @@ def test_metadata_are_taken_at_their_bound_and_refused_beyond():
             ResponsesRequest.model_validate({"model": "demo", "input": "a", "metadata": metadata})
 
 
-def test_the_models_defaults_stand_behind_the_request():
+def test_the_models_defaults_stand_after_the_request():
     defaults = {"temperature": 0.7, "top_p": 0.9}
     params = (
         open_completion(completion(top_p=0.5), context(sampling_defaults=defaults))
@@ -596,14 +596,14 @@ def test_a_beam_search_is_as_wide_as_best_of():
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_a_length_beyond_the_context_is_cut_and_told(name):
+def test_a_length_beyond_the_context_is_cut_and_reported(name):
     for length, notes in ((512, ()), (513, (name,))):
         assert open_chat(chat(**{name: length}), context()).ignored_fields == notes
         if name == "max_tokens":
             assert open_completion(completion(max_tokens=length), context()).ignored_fields == notes
 
 
-def test_sets_are_told():
+def test_sets_are_reported():
     """pydantic writes them, no grammar keeps an array to them, and strict requests are refused by
     its compiler.
     """
@@ -691,7 +691,7 @@ def test_a_chat_is_opened_in_few_stays():
     assert 10 < len(stays) <= 17, "\n".join(map(str, stays))
 
 
-def test_unknown_fields_are_told_and_refused_where_that_is_wanted():
+def test_unknown_fields_are_reported_and_refused_where_that_is_wanted():
     body = chat(temprature=1, **{"x\r\nEvil: 1": 2})
     body["messages"] = [{**USER, "mood": "good", "audio": None}]
     exchange = open_chat(body, context())
@@ -753,7 +753,7 @@ def test_what_asks_for_nothing_passes_where_nothing_unknown_does(opens, new, fie
     assert exchange.prompts == opens(new(**requested), context()).prompts
 
 
-def test_an_empty_prompt_behind_an_echo_has_nothing_to_choose_the_best_of():
+def test_an_empty_prompt_after_an_echo_has_nothing_to_choose_the_best_of():
     assert open_completion(
         completion(max_tokens=0, echo=True, best_of=1), context(strict_requests=True)
     ).prompts
@@ -1015,7 +1015,7 @@ def test_errors_of_the_engine_in_the_clients_terms():
 
 
 @pytest.mark.parametrize(("opens", "param"), [(open_completion, "prompt"), (open_chat, "messages")])
-def test_a_request_that_never_fits_is_told_by_its_parameter(opens, param):
+def test_a_request_that_never_fits_is_reported_by_its_parameter(opens, param):
     """The words are those of the engine's roster, which has no parameters."""
     exchange = opens(completion() if opens is open_completion else chat(), context())
     scheduler = Scheduler(
@@ -1085,7 +1085,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_the_client_said_is_told_as_it_said_it(path):
+def test_what_the_client_said_is_reported_as_it_said_it(path):
     for opens, body in (
         (open_completion, completion(model=path)),
         (open_completion, completion(response_format={"type": path})),
@@ -1171,7 +1171,7 @@ def test_a_text_to_tokenize_is_no_longer_than_a_prompt():
         assert (error.param, error.code) == (param, "context_length_exceeded")
 
 
-def test_unknown_fields_of_the_small_endpoints_are_told():
+def test_unknown_fields_of_the_small_endpoints_are_reported():
     assert tokenize({"prompt": "x", "mood": 1}, context()).ignored_fields == ("mood",)
     assert tokenize({"messages": [{**USER, "mood": 1}]}, context()).ignored_fields == (
         "messages[0].mood",

@@ -173,7 +173,7 @@ def test_an_engine_without_its_packages_is_left_out(
         ),
     ],
 )
-def test_wrong_use_is_told_before_engines_run(
+def test_wrong_use_is_reported_before_engines_run(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["compare_engines.py", "models/tiny", *words])

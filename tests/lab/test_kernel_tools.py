@@ -339,7 +339,7 @@ def test_the_slots_of_a_block_that_are_best_are_named(seconds, best):
     assert [row[2] for row in table.rows if row[-1] == "yes"] == [f"{best}"]
 
 
-def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypatch):
+def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_requested(monkeypatch):
     monkeypatch.setattr(parts, "measure_ceilings", lambda small: CEILINGS)
     requested = []
 
@@ -707,7 +707,7 @@ def test_what_crashes_or_hangs_takes_no_other_along(tmp_path):
     assert ended["late"][0].status == LEFT_OUT and "time is up" in ended["late"][0].summary
 
 
-def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
+def test_a_finding_is_reported_while_its_part_goes_on(tmp_path):
     line = json.dumps(dataclasses.asdict(Finding("good", PASSED, "fine"))) + "\n"
     seen = tmp_path / "seen"
     program = (

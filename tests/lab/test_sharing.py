@@ -38,7 +38,7 @@ def test_parallel_sampling_shares_the_full_blocks_of_the_prompt(llm):
     assert 0 < saving.saved_by_sharing <= max(saved / unshared for saved, unshared in expected)
 
 
-def test_written_prompts_have_the_lengths_that_were_asked_for(llm):
+def test_written_prompts_have_the_lengths_that_were_requested(llm):
     workload = [WorkItem((7,), 3), WorkItem(tuple(range(20)), 5)]
     written = measured_sharing.write_prompts(llm, workload)
     assert [(len(item.prompt_token_ids), item.num_output_tokens) for item in written] == [

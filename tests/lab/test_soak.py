@@ -125,7 +125,7 @@ STREAM = Ask("streamed", "/v1/completions", {"prompt": "a", "stream": True})
         (Ask("refused", "/", {}, (400,)), 400, "{}", "another shape"),
     ],
 )
-def test_wrong_answers_are_told(ask: Ask, status: int, body: str, message: str) -> None:
+def test_wrong_answers_are_reported(ask: Ask, status: int, body: str, message: str) -> None:
     anchors = {"a": "the text"}
     assert message in (judge(ask, status, body, anchors) or "")
     assert judge(ANCHOR, 200, '{"choices": [{"text": "the text"}]}', anchors) is None
