@@ -52,7 +52,7 @@ def test_a_report_by_hand() -> None:
         f"`python tools/compare_engines.py models/tiny --engines jaxpage llama.cpp vLLM {sizes}`"
         in head
     )
-    assert "requests with lengths of `sharegpt`, 4 tokens in,\n6 out" in head
+    assert "requests (2) with lengths of `sharegpt`, 4 tokens in,\n6 out" in head
     assert "20 to 24, and of a prompt of 30 tokens" in head
     assert "Best mode of each number: llama.cpp with unified (u)" in head
     assert table.splitlines()[2:] == [

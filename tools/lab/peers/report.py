@@ -109,10 +109,10 @@ def report(
     return "\n".join(
         [
             f"`{shlex.join(words)}`, {day}, {machine}.",
-            f"{model}: {len(trace)} requests with lengths of `sharegpt`, {num_input:,} tokens in,",
+            f"{model}: requests ({len(trace)}) with lengths of `sharegpt`, {num_input:,} tokens in,",
             f"{num_output:,} out, all at once; milliseconds of a decode step at a context of",
             f"{arguments.context} to {until}, and of a prompt of {arguments.prompt:,} tokens.",
-            f"Medians of {arguments.repeats} rounds, with the lowest and the highest.",
+            f"Medians over rounds ({arguments.repeats}), with the lowest and the highest.",
             *([f"Best mode of each number: {'; '.join(legend)}."] if legend else []),
             "",
             *lines,
