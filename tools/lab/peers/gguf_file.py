@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,15 @@ _NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+
+
+@contextlib.contextmanager
+def gguf_of(model: Path, config: dict[str, Any], dtype: str) -> Iterator[str]:
+    """Yields the path of a GGUF file of a Llama, which is deleted afterwards."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "model.gguf")
+        write_gguf(model, config, path, dtype)
+        yield path
 
 
 def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from tools.lab.peers.gguf_file import write_gguf
+from tools.lab.peers.gguf_file import gguf_of
 from tools.lab.peers.task import Prompts, Task, answer, read_task
 
 BATCH = 512  # the most tokens of a call
@@ -92,9 +91,7 @@ def main() -> None:
 
 
 def _load(task: Task, config: dict[str, Any]) -> Any:  # a pointer of ctypes
-    with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "model.gguf")
-        write_gguf(Path(task.model), config, path, task.dtype)
+    with gguf_of(Path(task.model), config, task.dtype) as path:
         llama_cpp.llama_backend_init()
         loading = llama_cpp.llama_model_default_params()
         # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra

@@ -7,7 +7,6 @@ CPU.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from tools.lab.peers.gguf_file import write_gguf
+from tools.lab.peers.gguf_file import gguf_of
 from tools.lab.peers.task import Prompts, answer, read_task
 
 KV_GIB = 2  # room for keys and values
@@ -29,9 +28,7 @@ def main() -> None:
     scheduler.cache_size = KV_GIB
     scheduler.max_num_seqs = task.max_rows
     scheduler.enable_prefix_caching = False
-    with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "model.gguf")
-        write_gguf(Path(task.model), config, path, task.dtype)
+    with gguf_of(Path(task.model), config, task.dtype) as path:
         properties = {"INFERENCE_NUM_THREADS": task.threads}
         pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties)
 
