@@ -96,6 +96,8 @@ _FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.ExceptHandler: ("name",),
     ast.MatchAs: ("name",),
 }
+_TERM = re.compile(rf"(?:^|_)({'|'.join(TERMS)})(?=_|$)")
+_EXEMPT = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
 # Words that no local of the wheel and the tools is called by, either.
 PARTICLES = frozenset({"both", "came", "here", "of", "said", "there", "what", "without"})
@@ -141,6 +143,18 @@ def pronouns(modules: Sequence[Module], words: Collection[str] = PRONOUNS) -> tu
     return names, count
 
 
+@functools.cache
+def snake_case(name: str) -> str:
+    """Returns an identifier in lower case, with underscores between its words."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+@functools.cache
+def words_in(name: str) -> tuple[str, ...]:
+    """Returns the words of `TERMS` that an identifier in snake case has."""
+    return tuple(_TERM.findall(_EXEMPT.sub("", name)))
+
+
 def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[str]:
     """Returns the identifiers with a word that stands for a term of the field.
 
@@ -150,16 +164,6 @@ def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[
         modules: The modules.
         allowed: Words of the table that mean what they say in these modules.
     """
-    words = "|".join(word for word in TERMS if word not in allowed)
-    pattern = re.compile(rf"(?:^|_)({words})(?=_|$)")
-    exempt = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
-
-    @functools.cache
-    def term_of(name: str) -> str | None:
-        snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
-        match = pattern.search(exempt.sub("", snake))
-        return TERMS[match[1]] if match else None
-
     places = []
     for module in modules:
         for node in module.nodes:
@@ -168,9 +172,13 @@ def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[
                     is_exempt = name.startswith("test_") or (
                         isinstance(node, ast.Attribute) and name in EXEMPT_NAMES
                     )
-                    if not is_exempt and (term := term_of(name)):
+                    if is_exempt:
+                        continue
+                    if words := [
+                        word for word in words_in(snake_case(name)) if word not in allowed
+                    ]:
                         line = getattr(node, "lineno", 1)
-                        places.append(f"{module.path}:{line}: {name} ({term})")
+                        places.append(f"{module.path}:{line}: {name} ({TERMS[words[0]]})")
     return places
 
 

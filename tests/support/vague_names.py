@@ -8,12 +8,10 @@ import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.names import EXEMPT_NAMES, PRONOUNS, TERMS
+from tests.support.names import PRONOUNS, TERMS, snake_case, words_in
 from tests.support.sources import Module
 
 _SHAPE = re.compile(r"(?:_[A-Z0-9]+)+$")
-_TERM = re.compile(rf"(?:^|_)({'|'.join(TERMS)})(?=_|$)")
-_EXEMPT = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
 # The sources in C++ and JavaScript: the endings of their files, and their folders.
 LANGUAGES = {
     "C++": ((".cc", ".h"), ("pallas_kernels",)),
@@ -75,10 +73,10 @@ def foreign_names(root: Path, language: str) -> tuple[list[str], int]:
         names = sorted(set(foreign_identifiers(path.read_text(encoding="utf-8"))))
         count += len(names)
         for name in names:
-            snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").removeprefix("k_")
-            match = _TERM.search(_EXEMPT.sub("", snake))
-            if match or snake in PRONOUNS:
-                term = TERMS[match[1]] if match else "what it is"
+            snake = snake_case(name).strip("_").removeprefix("k_")
+            words = words_in(snake)
+            if words or snake in PRONOUNS:
+                term = TERMS[words[0]] if words else "what it is"
                 places.append(f"{path.relative_to(root)}: {name} ({term})")
     return places, count
 
