@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import Message, Receive
 
-from jaxpage.serving.dialects.dialect import Stay
+from jaxpage.serving.dialects.dialect import Body, Stay
 from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.wire.rerank import RERANK_PATHS
 
@@ -19,12 +19,14 @@ class ModelRequest(NamedTuple):
         name: The name in the request, which may be that of an adapter.
         stay: How long the model is to stay loaded.
         is_for_stream: True if it asks for a stream.
+        body: The body of the request.
     """
 
     model: str
     name: str
     stay: Stay
     is_for_stream: bool
+    body: Body
 
 
 def receive_again(raw: bytes, receive: Receive) -> Receive:

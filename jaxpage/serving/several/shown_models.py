@@ -11,6 +11,7 @@ from starlette.responses import Response
 from jaxpage.errors import JaxpageError
 from jaxpage.serving.dialects.dialect import Description
 from jaxpage.serving.http.answers import json_answer, make_ignored_header
+from jaxpage.serving.several.model_requests import ModelRequest
 from jaxpage.serving.several.models_file import ModelEntry
 from jaxpage.serving.several.served_model import ServedModel
 from jaxpage.serving.several.table import ModelTable
@@ -46,17 +47,13 @@ class ShownModels:
         self._about: dict[str, dict[str, Any]] = {}
         self._reading = asyncio.Lock()
 
-    async def answer(self, body: dict[str, Any], name: str) -> Response:
+    async def answer(self, requested: ModelRequest) -> Response:
         """Answers a request.
-
-        Args:
-            body: The request.
-            name: The model of the table that it names, by its name or that of an adapter.
 
         Raises:
             ApiError: A field is refused, or the files of the model cannot be read.
         """
-        entry = self._entries[name]
+        entry = self._entries[requested.model]
         async with self._reading:
             about = await asyncio.to_thread(self._read, entry)
         context = ModelContext(
@@ -66,7 +63,7 @@ class ShownModels:
             tokenizer=None,
             strict_requests=entry.server.strict_requests,
         )
-        answer = quotes(self._description.answer)(body, context, about)
+        answer = quotes(self._description.answer)(requested.body, context, about)
         return json_answer(answer.body, headers=make_ignored_header(answer.ignored_fields))
 
     def _read(self, entry: ModelEntry) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from jaxpage.errors import DeadlineExceeded, JaxpageError
 from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS, version_route
 from jaxpage.serving.batches.jobs import open_batches
 from jaxpage.serving.dialects.dialect import (
+    Body,
     ConversationPath,
     Dialect,
     ListedModel,
@@ -171,7 +172,7 @@ class Switchboard:
         with self.visitors.inside():
             raw = await json_body(scope, receive)
             requested = await self.preparing.run(
-                lambda: quotes(self._parse_request)(raw, scope["path"]), len(raw)
+                lambda: self._parse_request(raw, scope["path"]), len(raw)
             )
             if (unload := requested.stay.unload) is not None:
                 self._table.expire(requested.model)
@@ -198,11 +199,10 @@ class Switchboard:
         """Says what a model is, for which it need not be loaded."""
         with self.visitors.inside():
             raw = await json_body(scope, receive)
-            requested, body = await self.preparing.run(
-                lambda: (quotes(self._parse_request)(raw, scope["path"]), parse_object(raw)),
-                len(raw),
+            requested = await self.preparing.run(
+                lambda: self._parse_request(raw, scope["path"]), len(raw)
             )
-            answer = await shown.answer(body, requested.model)
+            answer = await shown.answer(requested)
             await answer(scope, receive, send)
 
     async def _lease(
@@ -228,7 +228,9 @@ class Switchboard:
         return model
 
     def _parse_request(self, raw: bytes, path: str) -> ModelRequest:
-        body = parse_object(raw)
+        return quotes(self._read_request)(parse_object(raw), path)
+
+    def _read_request(self, body: Body, path: str) -> ModelRequest:
         name = self._name_in(body)
         dialect = dialect_of(path)
         if name not in self._models:
@@ -238,6 +240,7 @@ class Switchboard:
             name,
             dialect.habits.read_stay(path, body),
             dialect.is_for_stream(path, body),
+            body,
         )
 
     def _name_in(self, body: Mapping[str, Any]) -> str:
