@@ -136,27 +136,19 @@ def largest_shapes():
 
 @pytest.fixture
 def decodes_in_chunks(largest_shapes):
-    """Runs what decodes in the shape of chunks, so that an engine compiles one step in place of
-    two.
+    """Does as `decoding_in_chunks` for tests of models whose steps are no subject."""
+    from tests.support.engines import decoding_in_chunks
 
-    It is for tests of models whose steps are no subject.
-    """
-    from jaxpage.assembly.planning import engine_spec
-    from tests.support.engines import make_menu_of_chunks
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_spec, "make_menu", make_menu_of_chunks)
+    with decoding_in_chunks():
         yield
 
 
 @pytest.fixture(scope="module")
 def decode_as_chunks():
-    """Does as `decodes_in_chunks` for the engines of a whole file, and of its other fixtures."""
-    from jaxpage.assembly.planning import engine_spec
-    from tests.support.engines import make_menu_of_chunks
+    """Does as `decoding_in_chunks` for the engines of a whole file, and of its other fixtures."""
+    from tests.support.engines import decoding_in_chunks
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_spec, "make_menu", make_menu_of_chunks)
+    with decoding_in_chunks():
         yield
 
 

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import BeamSearchParams, SamplingParams, cli
-from jaxpage.assembly.planning import engine_spec
 from jaxpage.device import unpack_weights
 from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
 from jaxpage.replay.reading import RecordedSteps
@@ -25,9 +24,9 @@ from jaxpage.step.embedded import EmbeddedPrompt
 from tests.support.engines import (
     BLOCKS_OF_4,
     SMALL_POOL,
+    decoding_in_chunks,
     invariants,
     make_llm,
-    make_menu_of_chunks,
     run_giving_way,
     tokens_of,
 )
@@ -75,8 +74,7 @@ def prompts_of(name):
 
 def start(directory, **settings):
     """Returns an engine whose steps have few shapes: which one a step takes is no subject here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_spec, "make_menu", make_menu_of_chunks)
+    with decoding_in_chunks():
         return make_llm(directory, **settings)
 
 

@@ -189,6 +189,14 @@ def make_menu_of_chunks(*sizes: Any, **kinds: Any) -> BucketMenu:
     return dataclasses.replace(menu, decode=menu.chunk)
 
 
+@contextlib.contextmanager
+def decoding_in_chunks() -> Iterator[None]:
+    """Runs what decodes in the shape of chunks, so that a new engine compiles one step, not two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_spec, "make_menu", make_menu_of_chunks)
+        yield
+
+
 def roomy_page_shapes(
     kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any, **layout: bool
 ) -> kv_pages.KVPages:
