@@ -239,7 +239,7 @@ def expected(directory):
     return generate(directory, prompts_of(257), 0.9, **INVARIANT)
 
 
-def sharded_weights(files: Any, *, invariant: bool) -> list[Any]:
+def weights_in_parts(files: Any, *, invariant: bool) -> list[Any]:
     """Returns the weights of a model's parts on four devices."""
     divided = dividing.Sharding(2, 4, 4, invariant=invariant)
     rule = dividing.with_sharding(divided, files.rule)
@@ -265,7 +265,7 @@ def test_arrays_on_devices_are_divided_there(invariant):
     }
     on_host = open_parameters(LLAMA, tensors)
     on_device = with_parameters(on_host, arrays)
-    about = sharded_weights(on_host, invariant=invariant), mesh.put, mesh.put_shards
+    about = weights_in_parts(on_host, invariant=invariant), mesh.put, mesh.put_shards
     for dtype in ("float32", "bfloat16"):
         expected = load_shards(on_host.plan, dtype, *about)
         with jax.transfer_guard_host_to_device("disallow_explicit"):
@@ -283,7 +283,7 @@ def test_parts_are_the_same_of_either_layout_of_files(directory, tmp_path, capfd
     files, orbax = map(
         open_model, (directory, convert(directory, tmp_path / "orbax", progress=False))
     )
-    about = sharded_weights(files, invariant=True), mesh.put, mesh.put_shards
+    about = weights_in_parts(files, invariant=True), mesh.put, mesh.put_shards
     expected, actual = (
         load_shards(each.plan, "bfloat16", *about, progress=True) for each in (files, orbax)
     )

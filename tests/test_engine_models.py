@@ -193,12 +193,14 @@ def check_requests(
     """Compares what requests gave alone with transformers, and with the same beside others."""
     assert len({tuple(tokens) for tokens, _ in expected}) == len(prompts)
     assert_as_transformers(model, name, prompts, expected)
-    known = {tuple(prompt): [tokens] for prompt, (tokens, _) in zip(prompts, expected, strict=True)}
+    output_of = {
+        tuple(prompt): [tokens] for prompt, (tokens, _) in zip(prompts, expected, strict=True)
+    }
     engine = llm._engine
     for turn in ("computed", "with prefixes in the cache", "with drafts"):
         if turn == "with drafts":
             vocab_size = engine.builder.vocab_size
-            draft_with(engine, SyntheticProposer(known, (0.7, 0.5, 0.3), vocab_size=vocab_size))
+            draft_with(engine, SyntheticProposer(output_of, (0.7, 0.5, 0.3), vocab_size=vocab_size))
         requests = zip(prompts, params, strict=True)
         reporters = [
             engine.add(f"{turn} {n}", engine.prepare(None, *request))

@@ -418,8 +418,8 @@ def test_errors_quote_the_request_on_every_path(open_server):
         ("/v1/score", {"prompt": "x", "continuation": "x"}),
         ("/v1/score", {"text_1": "x", "text_2": "x"}),
     ):
-        status, _, answer = ask(open_server, "POST", path, {**body, "model": "/home/x"})
-        assert status == 404 and b"/home/x" in answer, (path, answer)
+        status, _, answer = ask(open_server, "POST", path, {**body, "model": "/models/x"})
+        assert status == 404 and b"/models/x" in answer, (path, answer)
 
 
 def test_small_answers(open_server):

@@ -235,11 +235,11 @@ def test_a_cut_and_a_temperature_are_in_the_numbers(llm):
     (output,) = generate(llm, params)
     (raw,) = generate(llm, dataclasses.replace(params, logprobs_mode="raw", logprobs=20))
     for index, ids in enumerate(output.sampling_mask.token_ids):
-        known = {t: entry.logprob for t, entry in raw.logprobs[index].items()}
-        if not set(ids) <= known.keys():
+        logprob_of = {t: entry.logprob for t, entry in raw.logprobs[index].items()}
+        if not set(ids) <= logprob_of.keys():
             continue
-        scaled = np.array([known[t] for t in ids]) / params.temperature
-        expected = known[output.token_ids[index]] / params.temperature - np.log(
+        scaled = np.array([logprob_of[t] for t in ids]) / params.temperature
+        expected = logprob_of[output.token_ids[index]] / params.temperature - np.log(
             np.exp(scaled).sum()
         )
         assert output.logprobs[index][output.token_ids[index]].logprob == pytest.approx(

@@ -20,7 +20,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.device.pages.kv_pages import bytes_per_layer, page_dtype
 from jaxpage.models.base import KVSpec
 from pallas_kernels import copy_blocks, paged_attention, write_kv
-from tests.support.attention import SHARED_BACKENDS, dequantized, make_case, oracle, quantized, run
+from tests.support.attention import SHARED_BACKENDS, dequantize, make_case, oracle, quantize, run
 from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint
@@ -55,7 +55,7 @@ def test_a_write_fills_exactly_its_slots_and_their_scales(dtype):
             np.zeros((20, 2, 8), pages.dtype),
             np.zeros((20, 2), np.float32),
         )
-        expected_pages[slots], expected_scales[slots] = quantized(new, dtype)
+        expected_pages[slots], expected_scales[slots] = quantize(new, dtype)
         np.testing.assert_array_equal(
             pages.reshape(20, 2, 8).view(np.int8), expected_pages.view(np.int8)
         )
@@ -73,10 +73,10 @@ def test_what_is_read_is_near_what_was_written(values):
             np.asarray, write_pages(x, -x, np.array([6], np.int32), dtype=dtype)
         )
         scale = k_scale[1, 2].astype(np.float64)[:, None]
-        error = np.abs(dequantized(k_pages, k_scale)[1, 2] - x[0])
+        error = np.abs(dequantize(k_pages, k_scale)[1, 2] - x[0])
         bound = scale / 2 if dtype == "int8" else np.maximum(np.abs(x[0]) / 16.0, scale / 1024)
         assert (error <= bound * (1 + 1e-6)).all()
-        np.testing.assert_array_equal(dequantized(v_pages, v_scale), -dequantized(k_pages, k_scale))
+        np.testing.assert_array_equal(dequantize(v_pages, v_scale), -dequantize(k_pages, k_scale))
 
 
 @pytest.mark.parametrize(("dtype", "backend"), ON_BACKENDS)
@@ -132,8 +132,8 @@ def quantized_case(dtype: str, **options):
     stored = dataclasses.replace(case, k_pages=k_pages, v_pages=v_pages)
     read = dataclasses.replace(
         case,
-        k_pages=dequantized(*quantized(case.k_pages, dtype)),
-        v_pages=dequantized(*quantized(case.v_pages, dtype)),
+        k_pages=dequantize(*quantize(case.k_pages, dtype)),
+        v_pages=dequantize(*quantize(case.v_pages, dtype)),
     )
     return stored, {"k_scale": k_scale, "v_scale": v_scale}, read
 
@@ -159,7 +159,7 @@ def test_small_weights_times_small_scales_are_no_zeros_in_float16(dtype):
     first = case.block_table_BM[0, 0]
     case.k_pages[first, 0, :, 0], case.v_pages[first, 0] = 1.0, 0.0
     (k_pages, k_scale), (v_pages, v_scale) = (
-        quantized(x, dtype) for x in (case.k_pages, case.v_pages * np.float32(0.01))
+        quantize(x, dtype) for x in (case.k_pages, case.v_pages * np.float32(0.01))
     )
     stored = dataclasses.replace(
         case, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale

@@ -62,8 +62,8 @@ def table(engines, request):
         # tests/on_four_devices.py and sweeps check them.
         of_new = dict.fromkeys((ON_DEVICES, *SWEPT), YES)
         for name, cells in matrix.items():
-            known = support_matrix().get(name, of_new) | cells
-            matrix[name] = {feature: known.get(feature) for feature in FEATURES}
+            row = support_matrix().get(name, of_new) | cells
+            matrix[name] = {feature: row.get(feature) for feature in FEATURES}
         assert all(all(cells.values()) for cells in matrix.values()), (
             "some cells failed or did not run: nothing is written"
         )

@@ -121,17 +121,17 @@ class CachedBlocks:
             content = index.content(token_ids, block_index)
             if block in index and index.entry(block).token_ids != content:
                 return  # a fork has the block, too, and another token after it
-            known = index.register(block, digests[block_index], parent, content)
-            if known is None:
+            registered = index.register(block, digests[block_index], parent, content)
+            if registered is None:
                 return  # the block before it is not in the index any more
-            if known == block:
+            if registered == block:
                 first.pool.keep(block)
             elif first.pool.ref_count(block) > 1:
                 return  # a fork has the block, too, and would keep it after the block of another
             else:
-                first.replace(sequence_id, block_index, known)
+                first.replace(sequence_id, block_index, registered)
             for number in range(len(self._others)):
-                self._attach(number, sequence_id, block_index, known)
+                self._attach(number, sequence_id, block_index, registered)
             table.num_cached = block_index + 1
 
     def _attach(self, number: int, sequence_id: int, index: int, holder: int) -> None:

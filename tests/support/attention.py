@@ -77,7 +77,7 @@ def make_case(
         # scales that differ
         spread = np.exp(rng.standard_normal((*shape[:3], 1)) / 2).astype(np.float32)
         (k_pages, k_scale), (v_pages, v_scale) = (
-            quantized(each * spread, page_dtype) for each in pages
+            quantize(each * spread, page_dtype) for each in pages
         )
     else:
         k_pages, v_pages = (each.astype(page_dtype) for each in pages)
@@ -94,7 +94,7 @@ def make_case(
     )
 
 
-def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Quantizes to the formats as the documentation has them, in numpy."""
     largest = np.float32(1 / 127) if dtype == "int8" else np.float32(1 / 448)
     scale = np.maximum(np.abs(x).max(-1) * largest, np.float32(2.0**-100))
@@ -105,7 +105,7 @@ def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return (stored.view(np.uint8) if dtype == "uint8" else stored), scale
 
 
-def dequantized(stored: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+def dequantize(stored: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
     """Returns the numbers that codes stand for, in float64."""
     stored = stored.view(E4M3) if stored.dtype == np.uint8 else stored
     wide = stored.astype(np.float64)
@@ -132,8 +132,8 @@ def oracle(
     num_kv_heads, width = case.k_pages.shape[2:]
     group = case.q_TNH.shape[1] // num_kv_heads
     k_pages, v_pages = (
-        dequantized(case.k_pages, case.k_scale),
-        dequantized(case.v_pages, case.v_scale),
+        dequantize(case.k_pages, case.k_scale),
+        dequantize(case.v_pages, case.v_scale),
     )
     for row, length in enumerate(case.context_len_B):
         start, stop = case.query_start[row : row + 2]
