@@ -53,8 +53,8 @@ def pack_modules(module: nnx.Module) -> Packings:
     """Replaces all layers inside whose weights can be in panels.
 
     It is applied last, to a module whose other replacements are made, because it visits what they
-    put in. Layers with weights of few bits are not replaced, but know then that these are in
-    panels.
+    put in. Layers and tables with quantised weights are not replaced, but know then that these are
+    in panels.
 
     Returns:
         How each array is to be packed, by the path of its parameter.
@@ -69,8 +69,12 @@ def pack_modules(module: nnx.Module) -> Packings:
         # Its weight is read as numbers (`weight_numbers`), never multiplied by an input.
         if isinstance(each, Linear) and not each.spec.multiplied:
             return None
-        if isinstance(each, Codes) and not getattr(each, "int8_inputs", False):
+        if isinstance(each, Codes):
             each.in_panels = True
+            if getattr(each, "int8_inputs", False):
+                # Their scales are no longer than a row of outputs, and stay as they are.
+                note((*path, "kernel"), each.kernel, packed.NUMBERS["int8"])
+                return None
             note((*path, "kernel"), each.kernel, 1)
             # Arrays that outputs share have no row for each output, which a panel needs.
             for name in () if each.block_rows > 1 else ("scale", "zero", "minimum"):
@@ -78,7 +82,7 @@ def pack_modules(module: nnx.Module) -> Packings:
                     note((*path, name), parameter, 1)
             return None
         # Tables of positions are only looked up, where panels gain nothing.
-        if isinstance(each, Embedding) and type(each) is Embedding and each.axis == "vocab":
+        if isinstance(each, Embedding) and each.axis == "vocab":
             count = _numbers_of_word(each.table)
             if count is None:
                 return None

@@ -14,28 +14,20 @@ from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.matmul import rows_of
-from jaxpage.layers.quantized import QuantizedLinear
-from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.layers.weight_kinds import Packed
 
 
 class PackedLinear(Linear):
-    """Takes the place of a `Linear`, or of a `QuantizedLinear` with inputs of eight bits.
-
-    Attributes:
-        scale: The scale of each output, of a quantised weight; else None.
-    """
+    """Takes the place of a `Linear`."""
 
     def __init__(self, whole: Linear):
         self.spec, self.kernel, self.bias = whole.spec, whole.kernel, whole.bias
         self.lora, self.result = whole.lora, whole.result
-        self.scale = whole.scale if isinstance(whole, QuantizedLinear) else None
 
     @property
     def weight(self) -> Packed:
         """Returns the weight in panels."""
-        scale_O = None if self.scale is None else self.scale[...][:, 0]
-        return Packed(self.kernel[...], self.spec.num_out, self.spec.num_in, scale_O)
+        return Packed(self.kernel[...], self.spec.num_out, self.spec.num_in)
 
 
 class PackedEmbedding(Embedding):
@@ -67,17 +59,11 @@ class PackedEmbedding(Embedding):
 
 
 class PackedExpertLinear(ExpertLinear):
-    """Takes the place of an `ExpertLinear`, quantised with inputs of eight bits or not.
-
-    Attributes:
-        scale: The scale of each output, of quantised weights; else None.
-    """
+    """Takes the place of an `ExpertLinear`."""
 
     def __init__(self, whole: ExpertLinear):
         self.spec, self.kernel, self.bias = whole.spec, whole.kernel, whole.bias
-        self.scale = whole.scale if isinstance(whole, QuantizedExpertLinear) else None
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> Packed:
         """Returns the weight of one expert in panels, or for `...` of all."""
-        scale_O = None if self.scale is None else self.scale[...][expert][..., 0]
-        return Packed(self.kernel[...][expert], self.spec.num_out, self.spec.num_in, scale_O)
+        return Packed(self.kernel[...][expert], self.spec.num_out, self.spec.num_in)

@@ -19,7 +19,7 @@ from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.matmul import rows_of
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.weight_kinds import Grouped, PackedCodes, Scaled
+from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled
 
 # The types of the arrays that hold the codes.
 CODE_DTYPES = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}
@@ -151,7 +151,7 @@ class Quantized(nnx.Module):
     """Holds the arrays of a quantised weight, for a linear layer or a table.
 
     Attributes:
-        in_panels: True if the arrays are in panels (`models.packing`).
+        in_panels: True if the arrays are in panels (`device.packing`).
         aliases: Other names of the module.
     """
 
@@ -202,15 +202,18 @@ class Quantized(nnx.Module):
         )
 
     @property
-    def weight(self) -> Scaled | Grouped | PackedCodes:
+    def weight(self) -> Scaled | Grouped | Packed | PackedCodes:
         """Returns the weight in the kind that `matmul` takes."""
+        spec = self.spec
         if self.int8_inputs:
-            return Scaled(self.kernel[...], self.scale[...][:, 0])
+            values, scale_O = self.kernel[...], self.scale[...][:, 0]
+            if self.in_panels:
+                return Packed(values, spec.num_out, spec.num_in, scale_O)
+            return Scaled(values, scale_O)
         zero, minimum = (None if each is None else each[...] for each in (self.zero, self.minimum))
         codes = Grouped(
             self.kernel[...], self.scale[...], zero, self.code, self.group_size, minimum
         )
-        spec = self.spec
         return PackedCodes(codes, spec.num_out, spec.num_in) if self.in_panels else codes
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
 from jaxpage.layers.quantized import CODE_DTYPES, CODES_PER_BYTE, StoredArray, WeightFormat
-from jaxpage.layers.weight_kinds import Grouped, PackedCodes, Scaled
+from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled
 
 
 class QuantizedExpertLinear(ExpertLinear):
@@ -100,12 +100,18 @@ class QuantizedExpertLinear(ExpertLinear):
             ),
         )
 
-    def weight(self, expert: Int[Array, ""] | EllipsisType) -> Scaled | Grouped | PackedCodes:
+    def weight(
+        self, expert: Int[Array, ""] | EllipsisType
+    ) -> Scaled | Grouped | Packed | PackedCodes:
         """Returns the quantised weight of one expert, or for `...` of all."""
+        spec = self.spec
         values = self.kernel[...][expert]
         scale = self.scale[...][expert]
         if self.int8_inputs:
-            return Scaled(values, scale[..., 0])
+            scale_O = scale[..., 0]
+            if self.in_panels:
+                return Packed(values, spec.num_out, spec.num_in, scale_O)
+            return Scaled(values, scale_O)
         scale_row_O = None
         # A kernel for all experts finds the scale of an output by its row. For one expert scales
         # are repeated, which is small beside its codes.
@@ -117,7 +123,6 @@ class QuantizedExpertLinear(ExpertLinear):
             None if each is None else each[...][expert] for each in (self.zero, self.minimum)
         )
         codes = Grouped(values, scale, zero, self.code, self.group_size, minimum, scale_row_O)
-        spec = self.spec
         return PackedCodes(codes, spec.num_out, spec.num_in) if self.in_panels else codes
 
     def _block_of_output(self) -> np.ndarray:
