@@ -409,19 +409,24 @@ def test_one_call_multiplies_inputs_of_eight_bits_exactly(
         stored = exact.astype(np.int8)
     scale = 2.0 ** rng.integers(-2, 3, (32, -(-num_in // group_size))).astype(np.float32)
     weight = QuantizedWeight(stored, jnp.asarray(scale), None, code, group_size, None)
-    matmul = packed.multiply_quantized(
-        jnp.asarray(x, jnp.bfloat16), packed.pack_quantized(weight), 32, result="float32"
-    )
+    in_panels = packed.pack_quantized(weight)
+
+    def matmul(x: np.ndarray) -> np.ndarray:
+        x = jnp.asarray(x, jnp.bfloat16)
+        return np.asarray(packed.multiply_quantized(x, in_panels, 32, result="float32"))
+
     whole = np.repeat(scale, group_size, 1)[:, :num_in].astype(np.float64) * exact
     expected = (x @ whole.T).astype(np.float32)
-    np.testing.assert_allclose(np.asarray(matmul), expected, rtol=1e-6 if num_in > 1000 else 0)
+    rtol = 1e-6 if num_in > 1000 else 0
+    np.testing.assert_allclose(matmul(x), expected, rtol=rtol)
+    np.testing.assert_allclose(matmul(x[:1]), expected[:1], rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shared", [False, True], ids=["scales of its own", "shared scales"])
 def test_one_call_multiplies_rows_by_quantised_weights_of_groups(shared: bool, dtype: str) -> None:
     """The oracle is the definition. Where outputs share scales, these are not in panels."""
-    rng, counts = np.random.default_rng(9), np.array([2, 0, 7])
+    rng, counts = np.random.default_rng(9), np.array([1, 0, 8])
     x = jnp.asarray(rng.standard_normal((10, 320)), dtype)
     values = rng.integers(0, 256, (3, 40, 160)).astype(np.uint8)
     scale = rng.uniform(0.1, 1, (3, 3 if shared else 40, 2)).astype(np.float32)
@@ -778,9 +783,9 @@ def test_of_two_processes_one_compiles_a_library(
 
 PACKED_MISTAKES = {
     "the high nibble first": ("w = step ? w >> 4 : w & 15;", "w = step ? w & 15 : w >> 4;"),
-    "zeros are forgotten": ("if (has_sums) value", "if (p.minimum) value"),
+    "zeros are forgotten": ("return has_sums ? multiply", "return p.minimum ? multiply"),
     "scales of another group": ("(panel * p.num_groups + group)", "(panel * p.num_groups)"),
-    "minima are forgotten": ("const Vec offset = p.minimum", "const Vec offset = false"),
+    "minima are forgotten": ("offset[i] = p.minimum", "offset[i] = false"),
     "shared scales of another output": (
         "p.scale_row[panel * kOutputsOfPanel + lane]",
         "p.scale_row[lane]",
@@ -804,12 +809,17 @@ PACKED_MISTAKES = {
         "panel < end_panel - 1; ++panel) run(",
     ),
     "words with the high nibble first": ("both | both << 12", "both >> 4 | both << 16"),
-    "zeros are added": (": p.zero ? -scale", ": p.zero ? scale"),
+    "zeros are added": ("? -scale[i]", "? scale[i]"),
     "a group with the scale of the first": (
         "p.scale, first_panel + i, group)",
         "p.scale, first_panel + i, 0)",
     ),
-    "a group without those before it": ("scale, raw_at<Vec>(total + at))", "scale, Vec{})"),
+    "a group without those before it": ("[i], raw_at<Vec>(total + at))", "[i], Vec{})"),
+    "one row without the groups before": ("scales.offset[0], total);", "scales.offset[0], Vec{});"),
+    "a low half with a sign": ("_mm256_cvtepu16_epi32(low)", "_mm256_cvtepi16_epi32(low)"),
+    "a high half without its weight": ("_cvtepi16_epi32(high), 8)", "_cvtepi16_epi32(high), 7)"),
+    "a part with its first sum alone": ("i < end; i += kInputsOfSum) {", "i < end; i = end) {"),
+    "the inputs of another sum": ("rows.halves + i * 2", "rows.halves + first * 2"),
     "few rows with the inputs of the first group": (
         "rows.x + first * Word::kSteps,",
         "rows.x,",
@@ -819,7 +829,7 @@ PACKED_MISTAKES = {
         "part + i < rows.num_parts; ++i)",
         "part + i + 1 < rows.num_parts; ++i)",
     ),
-    "sums of the first row's inputs": ("t * rows.sum_stride + index", "index"),
+    "sums of the first row's inputs": ("row * rows.sum_stride + part", "part"),
     "pairs with the high nibble first": ("(two | two << 12)", "(two >> 4 | two << 16)"),
     "pairs of one input": ("bytes_at(at + kOutputsOfPanel)", "bytes_at(at)"),
     "codes of fp4 that are not doubled": ("scale * 0.5f : scale", "scale : scale"),
@@ -829,7 +839,7 @@ PACKED_MISTAKES = {
     ),
     "the middle of codes is kept": ("has_sums ? 0 :", "true ? 0 :"),
     "a large group in one part": ("p.group_size > kMaxInputsOfPart ?", "false ?"),
-    "parts with a scale of their own": ("index / rows.parts_of_group", "index"),
+    "parts with a scale of their own": ("part / parts_of_group", "part"),
     "what is not finite is a number": (": NAN", ": 1.0f"),
     "codes of other inputs": ("source, first + begin, first + end,", "source, begin, end,"),
     "a row without its last number": (

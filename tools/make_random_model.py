@@ -51,6 +51,20 @@ SHAPES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = 
             "tie_word_embeddings": True,
         },
     ),
+    # Llama-3-8B's; its file has 15 GiB, and so much memory is needed while it is made.
+    "llama-8b": (
+        transformers.LlamaConfig,
+        {
+            **_LLAMA,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "dtype": "bfloat16",
+        },
+    ),
     "opt-125m": (
         transformers.OPTConfig,
         {
@@ -81,7 +95,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     deviation = {"init_std" if kind is transformers.OPTConfig else "initializer_range": DEVIATION}
     config = kind(**fields, **deviation, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.save_pretrained(arguments.directory)
     print(
         f"{arguments.shape}: {sum(p.numel() for p in model.parameters()):,} parameters in {arguments.directory}"

@@ -33,6 +33,7 @@ constexpr int kMaxPanels = 2, kManyPanels = 1, kMaxRows = 6, kFewRows = 2;
 // read their own parts.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int kWordsAhead = 128, kCacheAhead = 2, kCodesAhead = 768, kGroupsAhead = 24;
+constexpr int kNibblesAhead = 128;  // where one row is multiplied
 #else
 constexpr int kWordsAhead = 32, kCacheAhead = 3, kCodesAhead = 64, kGroupsAhead = 8;
 #endif
@@ -634,6 +635,17 @@ bool rounds_inputs(const Packed& p) {
 #endif
 }
 
+// Tells whether rounded inputs are there as halves of eight bits, too: codes of int4 have no sign,
+// and one instruction multiplies pairs of such by pairs of eight bits.
+bool has_halves(const Packed& p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return rounds_inputs(p) && p.code == CodeFormat::kInt4 && p.num_in % 4 == 0 &&
+         p.group_size % 4 == 0;
+#else
+  return false;
+#endif
+}
+
 // Returns how many inputs are a part, which share a scale of the weight and one of their own.
 int64_t inputs_of_part(const Packed& p) {
   return rounds_inputs(p) && p.group_size > kMaxInputsOfPart ? kInputsOfPart : p.group_size;
@@ -646,15 +658,15 @@ int64_t parts_of_row(const Packed& p) {
 
 // Returns the bytes that `prepare` writes for a row; 0 where x is multiplied as it is.
 int64_t bytes_of_row(const Packed& p) {
-  if (rounds_inputs(p)) return p.num_in * 2 + parts_of_row(p) * 8;
+  if (rounds_inputs(p)) return p.num_in * (has_halves(p) ? 4 : 2) + parts_of_row(p) * 8;
   if (p.is_coded) return p.zero || p.minimum ? p.num_groups * 4 : 0;
   if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0))
     return 0;
   return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 
-// Holds where the rows are that are multiplied by codes. A rounded row is followed by the scales of
-// its parts, and by their sums.
+// Holds where the rows are that are multiplied by codes. A rounded row is followed by its halves,
+// by the scales of its parts, and by their sums.
 template <typename Word>
 struct RowsOfCodes {
   static constexpr bool kRounded = std::is_same<typename Word::Sum, Ints>::value;
@@ -663,6 +675,7 @@ struct RowsOfCodes {
   int64_t num_parts, parts_of_group;
   int64_t x_stride, sum_stride;  // from a row to the next: of x, and of scales and sums
   const typename Word::X* x;
+  const uint8_t* halves;
   const float *scale, *sum;
 
   RowsOfCodes(const Packed& p, int64_t row)
@@ -675,36 +688,60 @@ struct RowsOfCodes {
         sum_stride(kRounded ? x_stride : num_parts),
         x(static_cast<const typename Word::X*>(kRounded ? p.words : p.x) +
           row * x_stride * Word::kSteps),
-        scale(kRounded ? reinterpret_cast<const float*>(x) + num_words : nullptr),
+        halves(reinterpret_cast<const uint8_t*>(x + num_words)),
+        scale(kRounded ? reinterpret_cast<const float*>(halves + (has_halves(p) ? p.num_in * 2 : 0))
+                       : nullptr),
         sum(kRounded ? scale + num_parts : static_cast<const float*>(p.words) + row * sum_stride) {}
+
+  int64_t group_of(int64_t part) const {
+    return parts_of_group == 1 ? part : part / parts_of_group;
+  }
 };
 
-// Adds the sums of a part, which are in `part`, to those of all parts: scaled, and with what its
-// zeros or minima give.
+// Holds the scales of a part of some panels, and what is added to it for each of its inputs.
+template <int kPanels>
+struct ScalesOfPart {
+  Vec scale[kPanels], offset[kPanels];
+
+  ScalesOfPart(const Packed& p, int64_t first_panel, int64_t group) {
+#pragma GCC unroll kMaxPanels
+    for (int i = 0; i < kPanels; ++i) {
+      scale[i] = read_group(p, p.scale_type, p.scale, first_panel + i, group);
+      offset[i] = p.minimum ? read_group(p, p.scale_type, p.minimum, first_panel + i, group)
+                  : p.zero  ? -scale[i] * read_group(p, Type::kF32, p.zero, first_panel + i, group)
+                            : Vec{};
+    }
+  }
+};
+
+// Adds the sum of a part of a row and a panel to that of all parts: scaled, and with what its zeros
+// or minima give.
+template <typename Rows>
+inline Vec add_part(const Packed& p, const Rows& rows, int64_t row, int64_t part, Vec sum,
+                    Vec scale, Vec offset, Vec total) {
+  const bool has_sums = p.minimum || p.zero;
+  const int64_t at = row * rows.sum_stride + part;
+  if constexpr (Rows::kRounded) {
+    const int32_t excess = has_sums ? 0 : reinterpret_cast<const int32_t*>(rows.sum)[at];
+    sum = to_float(as_int(sum) - excess) * splat(rows.scale[at]);
+  }
+  total = multiply_add(sum, scale, total);
+  return has_sums ? multiply_add(splat(rows.sum[at]), offset, total) : total;
+}
+
+// Does this for some rows and panels, whose sums are in `part` and in `total`.
 template <int kPanels, typename Rows>
 void add_part(const Packed& p, const Rows& rows, int64_t num_rows, int64_t first_panel,
               int64_t index, const uint32_t* part, uint32_t* total) {
-  const int64_t group = rows.parts_of_group == 1 ? index : index / rows.parts_of_group;
-  const bool has_sums = p.minimum || p.zero;
+  const ScalesOfPart<kPanels> scales(p, first_panel, rows.group_of(index));
 #pragma GCC unroll kMaxPanels
-  for (int i = 0; i < kPanels; ++i) {
-    const Vec scale = read_group(p, p.scale_type, p.scale, first_panel + i, group);
-    const Vec offset = p.minimum ? read_group(p, p.scale_type, p.minimum, first_panel + i, group)
-                       : p.zero ? -scale * read_group(p, Type::kF32, p.zero, first_panel + i, group)
-                                : Vec{};
+  for (int i = 0; i < kPanels; ++i)
     for (int64_t t = 0; t < num_rows; ++t) {
-      const int64_t at = t * kMaxColumns + i * kOutputsOfPanel,
-                    of_row = t * rows.sum_stride + index;
-      Vec sum = raw_at<Vec>(part + at);
-      if constexpr (Rows::kRounded) {
-        const int32_t excess = has_sums ? 0 : reinterpret_cast<const int32_t*>(rows.sum)[of_row];
-        sum = to_float(as_int(sum) - excess) * splat(rows.scale[of_row]);
-      }
-      Vec value = multiply_add(sum, scale, raw_at<Vec>(total + at));
-      if (has_sums) value = multiply_add(splat(rows.sum[of_row]), offset, value);
-      Store<F32>::at(reinterpret_cast<float*>(total + at), value);
+      const int64_t at = t * kMaxColumns + i * kOutputsOfPanel;
+      const Vec sum = add_part(p, rows, t, index, raw_at<Vec>(part + at), scales.scale[i],
+                               scales.offset[i], raw_at<Vec>(total + at));
+      Store<F32>::at(reinterpret_cast<float*>(total + at), sum);
     }
-  }
 }
 
 // Multiplies weights of few bits: the codes of a part are multiplied as they are, and its sum by
@@ -764,6 +801,75 @@ JAXPAGE_DOT void multiply_codes_of_few_rows(const Packed& p, int64_t row, int64_
   store<kPanels>(p, row, end_row, first_panel, total);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// So many products of codes of int4 and halves have a sum of 16 bits at most. That of low halves
+// has no sign.
+constexpr int64_t kInputsOfSum = 32;
+
+// Adds the products of a row, of at most kInputsOfSum inputs, with the codes of a panel to sums of
+// eight outputs each.
+template <bool kIsWhole>
+inline void add_nibbles(const uint8_t* x, const uint8_t* codes, int64_t num_inputs,
+                        __m256i (&sums)[2]) {
+  const __m256i nibble = _mm256_set1_epi8(15),
+                pairs = _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1,  //
+                                         2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3);
+  const auto halves_at = [&](int64_t i) {
+    return _mm256_shuffle_epi8(_mm256_set1_epi32(raw_at<int32_t>(x + i)), pairs);
+  };
+  __m256i high_sums[2] = {}, low_sums[2] = {};
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < (kIsWhole ? kInputsOfSum : num_inputs); i += 4) {
+    const __m256i high = halves_at(i * 2), low = halves_at(i * 2 + 4);
+    const uint8_t* from = codes + i / 2 * kOutputsOfPanel;
+    if (i % 8 == 0) __builtin_prefetch(from + kNibblesAhead * kOutputsOfPanel);
+    // A lane has the codes of two inputs, for all outputs.
+    const auto both = raw_at<__m256i>(from);
+    const __m256i even = _mm256_and_si256(both, nibble),
+                  odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    const __m256i numbers[2] = {_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd)};
+    for (int j = 0; j < 2; ++j) {
+      high_sums[j] = _mm256_add_epi16(high_sums[j], _mm256_maddubs_epi16(numbers[j], high));
+      low_sums[j] = _mm256_add_epi16(low_sums[j], _mm256_maddubs_epi16(low, numbers[j]));
+    }
+  }
+  // The two lanes of a vector are sums of the same outputs.
+  for (int j = 0; j < 2; ++j)
+    for (int lane = 0; lane < 2; ++lane) {
+      const auto high = raw_at<__m128i>(reinterpret_cast<const char*>(&high_sums[j]) + lane * 16),
+                 low = raw_at<__m128i>(reinterpret_cast<const char*>(&low_sums[j]) + lane * 16);
+      const __m256i sum = _mm256_add_epi32(_mm256_slli_epi32(_mm256_cvtepi16_epi32(high), 8),
+                                           _mm256_cvtepu16_epi32(low));
+      sums[j] = _mm256_add_epi32(sums[j], sum);
+    }
+}
+
+// Does what `multiply_codes_of_few_rows` does, for one row and codes of int4. One panel after the
+// other is read faster than two at once.
+void multiply_nibbles_of_one_row(const Packed& p, int64_t row, int64_t panel,
+                                 const uint8_t* codes) {
+  const RowsOfCodes<CodePairWord> rows(p, row);
+  Vec total = {};
+  for (int64_t part = 0; part < rows.num_parts; ++part) {
+    const int64_t first = part * rows.inputs, end = std::min(first + rows.inputs, p.num_in);
+    __m256i sums[2] = {};
+    const auto add = [&](auto is_whole, int64_t i) {
+      add_nibbles<is_whole>(rows.halves + i * 2, codes + i / 2 * kOutputsOfPanel, end - i, sums);
+    };
+    // As a rule a part has so many inputs, and its sums stay in registers then.
+    if (end - first == kInputsOfSum) add(std::true_type(), first);
+    else
+      for (int64_t i = first; i < end; i += kInputsOfSum) {
+        if (i + kInputsOfSum <= end) add(std::true_type(), i);
+        else add(std::false_type(), i);
+      }
+    const ScalesOfPart<1> scales(p, panel, rows.group_of(part));
+    total = add_part(p, rows, 0, part, raw_at<Vec>(sums), scales.scale[0], scales.offset[0], total);
+  }
+  store<1>(p, row, row + 1, panel, reinterpret_cast<const uint32_t*>(&total));
+}
+#endif
+
 template <typename Word, int kPanels, typename Source>
 void multiply_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel,
                     const Source& source) {
@@ -787,6 +893,13 @@ void multiply_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel
     constexpr int kMiddle = kCode == CodeFormat::kInt4 ? 8 : 0;
     const int64_t bytes = p.num_in / CodeWord<kCode, 0>::kInputs * kOutputsOfPanel;
     const auto* first = static_cast<const uint8_t*>(p.panels) + panel * bytes;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (end_row - row == 1 && has_halves(p)) {
+      for (int i = 0; i < kPanels; ++i)
+        multiply_nibbles_of_one_row(p, row, panel + i, first + i * bytes);
+      return;
+    }
+#endif
 #if defined(__AVX2__)
     if (rounds_inputs(p))
       return multiply_codes<CodePairWord, kPanels>(p, row, end_row, panel,
@@ -909,8 +1022,10 @@ void sum_groups(const Packed& p, int64_t row, float* sums) {
 void round_parts(const Packed& p, int64_t row, char* words) {
   const uint16_t* x = p.narrow + row * p.num_in;
   auto* rounded = reinterpret_cast<int16_t*>(words);
+  auto* halves = reinterpret_cast<uint8_t*>(words + p.num_in * 2);
+  const bool with_halves = has_halves(p);
   const int64_t size = inputs_of_part(p), num_parts = parts_of_row(p);
-  auto* scales = reinterpret_cast<float*>(words + p.num_in * 2);
+  auto* scales = reinterpret_cast<float*>(words + p.num_in * (with_halves ? 4 : 2));
   float* sums = scales + num_parts;
   const int32_t middle = p.code == CodeFormat::kInt4 ? 8 : 0;
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -929,6 +1044,10 @@ void round_parts(const Packed& p, int64_t row, char* words) {
       const float whole = (float_of_bfloat16(x[i]) * inverse + 12582912.0f) - 12582912.0f;
       rounded[i] = static_cast<int16_t>(static_cast<int32_t>(whole));
       sum += rounded[i];
+    }
+    for (int64_t i = first; i < end && with_halves; ++i) {
+      halves[i / 4 * 8 + i % 4] = static_cast<uint8_t>(rounded[i] >> 8);
+      halves[i / 4 * 8 + 4 + i % 4] = static_cast<uint8_t>(rounded[i]);
     }
     scales[part] = p.code == CodeFormat::kFloat4 ? scale * 0.5f : scale;  // codes are doubled
     if (p.zero || p.minimum) sums[part] = static_cast<float>(sum) * scale;
