@@ -401,6 +401,8 @@ def test_one_call_multiplies_inputs_of_eight_bits_exactly(
     x = (rng.integers(128, 256, (3, num_in)) * rng.choice([-1, 1], (3, num_in))).astype(np.float32)
     if code == "int4":
         exact = rng.integers(-8, 8, (32, num_in))
+        # The greatest sums of low halves of eight bits.
+        x[0], exact[0] = np.where(np.arange(num_in) % 32, 255, 1 << 14), 7
         stored = (exact[:, ::2] + 8 | exact[:, 1::2] + 8 << 4).astype(np.uint8)
     else:
         exact = rng.integers(-128, 128, (32, num_in))
