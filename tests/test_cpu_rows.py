@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxpage.device.attention import ROW_KERNELS
-from jaxpage.device.packing import multiply_packed, run_fusion
+from jaxpage.device.packing import Padding, multiply_packed, run_fusion
 from jaxpage.layers.activations import gate
 from jaxpage.layers.fusion import AddAndNorm, AddSum, Gate, Multiply, Norm
 from jaxpage.layers.linear import Part, linear
@@ -324,7 +324,7 @@ def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
     scale = numbers(dtype, 112)
     first, residual = numbers(dtype, 300, 64) / 4, numbers(dtype, 300, 112)[:, ::-1]
 
-    def whole(x: jax.Array, residual: jax.Array) -> jax.Array:
+    def whole(x: jax.Array, residual: jax.Array, padding: Padding | None = None) -> jax.Array:
         stages = [
             Multiply(output[0]),
             AddAndNorm(residual, scale),
@@ -333,7 +333,7 @@ def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
             Multiply(down[0]),
             AddSum(),
         ]
-        return run_fusion(x, stages, 1e-3, 1.0)[-1]
+        return run_fusion(x, stages, 1e-3, 1.0, padding=padding)[-1]
 
     def parts(x: jax.Array, residual: jax.Array) -> jax.Array:
         attended = multiply_packed(x, output[0], dtype, None)
@@ -346,6 +346,16 @@ def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
     for count in (0, 1, 2, 5):
         alone = jax.jit(whole)(first[300 - count :], residual[300 - count :])
         np.testing.assert_array_equal(alone, fused[300 - count :])
+        padding, is_padding = Padding(300, jnp.int32(count)), jnp.arange(300)[:, None] >= count
+        padded = jnp.where(is_padding, jnp.nan, first)
+        for made, expected in (
+            (whole(padded, residual, padding), fused),
+            (
+                multiply_packed(padded, output[0], dtype, None, padding=padding),
+                multiply_packed(first, output[0], dtype, None),
+            ),
+        ):
+            np.testing.assert_array_equal(made, np.where(is_padding, 0, expected))
     added = np.asarray(first, np.float64) @ output[1].T + np.asarray(residual, np.float64)
     normed = added / np.sqrt(np.square(added).mean(axis=-1, keepdims=True) + 1e-3)
     both = normed * (np.asarray(scale, np.float64) + 1) @ gate_up[1].T

@@ -17,7 +17,7 @@ from jaxpage.device.batch_invariance import with_ordered_sums
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import StepInputs
-from jaxpage.device.packing import multiply_packed, read_packed_rows, run_fusion
+from jaxpage.device.packing import Padding, multiply_packed, read_packed_rows, run_fusion
 from jaxpage.device.pages.kv_pages import LayerPages
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend, HeadScales, RotateAndWrite
@@ -158,11 +158,15 @@ def attend_bidirectional(
     return bidirectional.attend_bidirectional(q_TNH, k_TKH, v_TKH, segment_T, **options)
 
 
-def make_layer_kernels(backend: Backend) -> LayerKernels:
+def make_layer_kernels(backend: Backend, padding: Padding | None = None) -> LayerKernels:
     """Returns the kernels of layers.
 
     They multiply by weights of few bits or in panels, look up rows in a table of such weights, and
     multiply rows by the weights of their experts.
+
+    Args:
+        backend: The kernels.
+        padding: The tokens that products by weights in panels leave out; their results are zero.
     """
 
     def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
@@ -190,12 +194,12 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
     kernels = LayerKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
-        multiply_packed,
+        functools.partial(multiply_packed, padding=padding),
         read_packed_rows,
         by_group if has_groups else None,
         ROW_KERNELS if backend.in_cpp else None,
         attend_bidirectional if backend.in_cpp else None,
-        run_fusion=run_fusion if backend.in_cpp else None,
+        run_fusion=functools.partial(run_fusion, padding=padding) if backend.in_cpp else None,
         choose_experts=functools.partial(choose_experts, **backend.options) if has_groups else None,
         gather_by_group=sort_rows if has_groups else None,
     )

@@ -21,16 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.device.attention import attend_bidirectional, make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.packing import Padding
 from jaxpage.device.steps import StepOptions
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, LayerPages
-from jaxpage.layers.trace_scope import LayerKernels, TraceScope
-from jaxpage.layers.weight_kinds import Packed, PackedCodes
+from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models import EncoderConfig, distance_buckets
 from pallas_kernels import Arguments, attend_to_pages
 from pallas_kernels.sets.cpu import LANES, MAX_HEAD_DIM
@@ -133,8 +132,8 @@ def encoder_step(
     else:
         attend = attend_in_xla(inputs, bias_by_distance(model, num_tokens))
     context = ForwardContext(inputs.positions_T, attend)
-    kernels = make_layer_kernels(options.attention_backend)
-    with TraceScope(without_padding(kernels, end_of_texts(inputs))).open():
+    padding = Padding(num_tokens, end_of_texts(inputs))
+    with TraceScope(make_layer_kernels(options.attention_backend, padding)).open():
         hidden_TD = model(inputs.token_ids_T, inputs.token_types_T, context)
     return hidden_TD.astype(jnp.float32)
 
@@ -143,30 +142,6 @@ def end_of_texts(inputs: EncoderInputs) -> jax.Array:
     """Returns the place after the last token of the last text."""
     end: jax.Array = jnp.where(inputs.length_R > 0, inputs.start_R + inputs.length_R, 0).max()
     return end
-
-
-def without_padding(kernels: LayerKernels, num_tokens: jax.Array) -> LayerKernels:
-    """Returns kernels that multiply the first `num_tokens` rows by weights in panels.
-
-    The products of other rows are zero.
-    """
-
-    def multiply(
-        x_TI: jax.Array,
-        weight: Packed | PackedCodes,
-        result: DTypeLike,
-        count_E: jax.Array | None,
-        bias_O: jax.Array | None = None,
-        activation: str | None = None,
-    ) -> jax.Array:
-        if count_E is None and isinstance(weight, Packed):
-            # One group of experts whose rows are the texts: the kernel skips rows that no group
-            # counts.
-            weight = weight._replace(panels=weight.panels[None])
-            count_E = num_tokens[None]
-        return kernels.multiply_packed(x_TI, weight, result, count_E, bias_O, activation)
-
-    return kernels._replace(multiply_packed=multiply)
 
 
 def score_step(parameters: Any, pooled_RD: jax.Array, *, options: StepOptions) -> jax.Array:

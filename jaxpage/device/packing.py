@@ -45,6 +45,25 @@ class Packing(NamedTuple):
     numbers: int
 
 
+class Padding(NamedTuple):
+    """Says which tokens of a pass are padding: the last ones.
+
+    Attributes:
+        size: The number of tokens with padding (T).
+        num_tokens: The number of tokens without it.
+    """
+
+    size: int
+    num_tokens: jax.Array
+
+    def num_rows_of(self, x_TI: jax.Array) -> jax.Array | None:
+        """Returns the number of rows without padding, of an array whose rows are the tokens.
+
+        None says that all rows count: of an array with another number of rows.
+        """
+        return self.num_tokens if len(x_TI) == self.size else None
+
+
 # How each packed array is packed, by the path of its parameter.
 Packings = Mapping[Path, Packing]
 
@@ -112,13 +131,18 @@ def multiply_packed(
     count_E: jax.Array | None,
     bias_O: jax.Array | None = None,
     activation: str | None = None,
+    *,
+    padding: Padding | None = None,
 ) -> jax.Array:
-    """Multiplies as `LayerKernels.multiply_packed`."""
+    """Multiplies as `LayerKernels.multiply_packed`, and leaves padding out."""
+    num_rows = None if padding is None else padding.num_rows_of(x_TI)
     # The kernels store these two types.
     made = jnp.bfloat16 if result == jnp.bfloat16 else jnp.float32
     if isinstance(weight, PackedCodes):
         codes = QuantizedWeight(*weight.codes)
-        y_TO = packed.multiply_quantized(x_TI, codes, weight.num_out, result=made, count_E=count_E)
+        y_TO = packed.multiply_quantized(
+            x_TI, codes, weight.num_out, result=made, count_E=count_E, num_rows=num_rows
+        )
     else:
         y_TO = packed.multiply_packed(
             x_TI,
@@ -127,6 +151,7 @@ def multiply_packed(
             result=made,
             scale_O=weight.scale_O,
             count_E=count_E,
+            num_rows=num_rows,
             bias_O=bias_O,
             activation=activation,
         )
@@ -134,11 +159,17 @@ def multiply_packed(
 
 
 def run_fusion(
-    x_TI: jax.Array, stages: Sequence[Stage], epsilon: float, offset: float
+    x_TI: jax.Array,
+    stages: Sequence[Stage],
+    epsilon: float,
+    offset: float,
+    *,
+    padding: Padding | None = None,
 ) -> Sequence[jax.Array]:
-    """Computes stages as `LayerKernels.run_fusion`."""
+    """Computes stages as `LayerKernels.run_fusion`, and leaves padding out."""
     operations = [_operation(stage, x_TI.dtype) for stage in stages]
-    return fusion.run(x_TI, operations, epsilon=epsilon, offset=offset)
+    num_rows = None if padding is None else padding.num_rows_of(x_TI)
+    return fusion.run(x_TI, operations, epsilon=epsilon, offset=offset, num_rows=num_rows)
 
 
 def _operation(stage: Stage, dtype: DTypeLike) -> fusion.Stage:

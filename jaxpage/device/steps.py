@@ -25,6 +25,7 @@ from jaxpage.device.inputs.step_inputs import (
     unpack,
 )
 from jaxpage.device.moving import copy_blocks, copy_slots
+from jaxpage.device.packing import Padding
 from jaxpage.device.pages.kv_pages import KVPages, by_layer, in_a_row
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.routes import RoutedLayers, stack_routes
@@ -154,7 +155,9 @@ def _target_step(
     model, hidden_TD, pages, states = _run_model(
         parameters, pages, inputs, bucket, options, vectors, routes
     )
-    local_RU = _logits_to_draw_from(model, hidden_TD, inputs, options, divided=True)
+    local_RU = _logits_to_draw_from(
+        model, hidden_TD, inputs, options, num_drawn=inputs.flags[Flags.DRAWN], divided=True
+    )
     logits = Logits(local_RU, options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
         token_ids_R, paths, drawn, masks = _draw(logits, inputs, processor_inputs, bucket, options)
@@ -307,36 +310,49 @@ def _multi_step(
     return StepOutput(drawn, drawn[:0], paths, None, *returned), pages
 
 
-def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:
+def _scope(
+    options: StepOptions,
+    lora_slot_T: jax.Array,
+    *,
+    padding: Padding | None = None,
+    divided: bool = False,
+) -> TraceScope:
     """Returns what the model's layers take in a pass over tokens with adapters in these slots."""
-    kernels = make_layer_kernels(options.attention_backend)
+    kernels = make_layer_kernels(options.attention_backend, padding)
     return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
 
 
 def _logits_to_draw_from(
-    model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions, *, divided: bool
+    model: Any,
+    hidden_TD: jax.Array,
+    inputs: StepInputs,
+    options: StepOptions,
+    *,
+    num_drawn: jax.Array | None = None,
+    divided: bool = False,
 ) -> jax.Array:
     """Returns the logits [R, V] of the tokens to draw from.
 
-    With `divided`, each device has its part of them, where the model is divided.
+    Args:
+        model: The model.
+        hidden_TD: The hidden states.
+        inputs: The step's metadata.
+        options: The constants.
+        num_drawn: The number of draws, which those of padding follow; None says that all count.
+        divided: Each device has its part of the logits, where the model is divided.
     """
     rows_R = inputs.draws.drawn_token_R
-    return _logits(model, hidden_TD[rows_R], inputs.lora_slot_T[rows_R], options, divided=divided)
+    padding = None if num_drawn is None else Padding(len(rows_R), num_drawn)
+    scope = _scope(options, inputs.lora_slot_T[rows_R], padding=padding, divided=divided)
+    return _logits(model, hidden_TD[rows_R], scope)
 
 
-def _logits(
-    model: Any,
-    hidden_BD: jax.Array,
-    lora_slot_B: jax.Array,
-    options: StepOptions,
-    *,
-    divided: bool = False,
-) -> jax.Array:
+def _logits(model: Any, hidden_BD: jax.Array, scope: TraceScope) -> jax.Array:
     """Returns the logits [B, V] of hidden states.
 
     A family may multiply by linear layers here, too, which take the rows' adapters (OPT-350m).
     """
-    with _scope(options, lora_slot_B, divided=divided).open():
+    with scope.open():
         return cast(jax.Array, model.logits(hidden_BD))
 
 
@@ -365,7 +381,7 @@ def _score(
             jax.lax.dynamic_slice_in_dim(array, index * tile, tile)
             for array in (hidden_TD, token_ids_T, lora_slot_T)
         )
-        logits_BV = _logits(model, hidden_BD, lora_slot_B, options)
+        logits_BV = _logits(model, hidden_BD, _scope(options, lora_slot_B))
         rows = pack_drawn(logits_BV, token_ids_B, True, by_row=options.sample_by_row)
         return jax.lax.dynamic_update_slice_in_dim(scored, rows, index * tile, axis=0)
 
@@ -392,7 +408,7 @@ def logits_step(
     model, hidden_TD, pages, _ = _run_model(
         parameters["target"], pages, inputs, bucket, options, vectors
     )
-    return _logits_to_draw_from(model, hidden_TD, inputs, options, divided=False), pages + own_pages
+    return _logits_to_draw_from(model, hidden_TD, inputs, options), pages + own_pages
 
 
 def pool_step(
@@ -461,7 +477,8 @@ def _run_model(
         axes_AT=inputs.rotary_AT,
         deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
     )
-    with replace(_scope(options, inputs.lora_slot_T), routes=routes).open():
+    padding = Padding(len(inputs.token_ids_T), inputs.query_start[-1])
+    with replace(_scope(options, inputs.lora_slot_T, padding=padding), routes=routes).open():
         hidden_TD, of_layers, states = model(
             inputs.token_ids_T, by_layer(pages, options.sharding), context
         )

@@ -175,6 +175,7 @@ class BatchBuilder:
         fields["flags"][Flags.BIASED] = processor_inputs.bias_RE is not None
         fields["flags"][Flags.PENALISED] = processor_inputs.history_RC is not None
         fields["flags"][Flags.SCORED] = num_scored
+        fields["flags"][Flags.DRAWN] = len(plan.samples)
         fields["flags"][Flags.DRAFT_DEPTH] = -1 if plan.draft_depth is None else plan.draft_depth
         self._check(fields)
         return Batch(

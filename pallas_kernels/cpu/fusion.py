@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.cpu.packed import Operand
+from pallas_kernels.cpu.packed import Operand, count_of
 from pallas_kernels.cpu.rows import ACTIVATIONS
 
 # The operations, by their numbers in `Operation` of src/ffi.cc.
@@ -64,7 +64,12 @@ def add_sum() -> Stage:
 
 
 def run(
-    x_TI: Float[Array, "T I"], stages: Sequence[Stage], *, epsilon: float = 0.0, offset: float = 0.0
+    x_TI: Float[Array, "T I"],
+    stages: Sequence[Stage],
+    *,
+    epsilon: float = 0.0,
+    offset: float = 0.0,
+    num_rows: Int[Array, ""] | None = None,
 ) -> Sequence[Float[Array, "T _"]]:
     """Returns what the stages make, in the type of the rows.
 
@@ -75,17 +80,20 @@ def run(
         stages: The stages.
         epsilon: The number that norms add to the mean of squares.
         offset: The number that norms add to the scale.
+        num_rows: The number of rows, after which there is padding, whose results are zero; None if
+            there is none.
     """
-    num_rows, width = x_TI.shape
+    size, width = x_TI.shape
     shapes = []
     for stage in stages:
         width = width // 2 if stage.operation == GATE else stage.num_out or width
-        shape = jax.ShapeDtypeStruct((num_rows, width), x_TI.dtype)
+        shape = jax.ShapeDtypeStruct((size, width), x_TI.dtype)
         # The sum is an array of its own: a later `add_sum` reads it.
         shapes += [shape] * (2 if stage.operation == ADD_AND_NORM else 1)
     call = jax.ffi.ffi_call("jaxpage_run_fusion", shapes, vmap_method="sequential")
     made: Sequence[jax.Array] = call(
         x_TI,
+        count_of(num_rows),
         *(array for stage in stages for array in stage.arrays),
         stages=np.array([(stage.operation, *stage.numbers) for stage in stages], np.int64).ravel(),
         epsilon=np.float32(epsilon),

@@ -185,6 +185,11 @@ def operand_of_codes(
     return Operand(arrays, CODES.index(weight.code), weight.group_size, instructions)
 
 
+def count_of(num_rows: Int[Array, ""] | None) -> Int[Array, "_"]:
+    """Returns a number of rows as a call takes it: without an element it is that of all rows."""
+    return jnp.zeros(0, jnp.int32) if num_rows is None else num_rows[None].astype(jnp.int32)
+
+
 def multiply_packed(
     x_TI: Float[Array, "T I"],
     panels: Float[Array, "... P K 16 _"],
@@ -193,6 +198,7 @@ def multiply_packed(
     result: DTypeLike,
     scale_O: Float[Array, "... O"] | None = None,
     count_E: Int[Array, "E"] | None = None,
+    num_rows: Int[Array, ""] | None = None,
     bias_O: Float[Array, "O"] | None = None,
     activation: str | None = None,
     instructions: int | None = None,
@@ -209,6 +215,8 @@ def multiply_packed(
         result: The type of the result, float32 or bfloat16.
         count_E: The number of rows of each group, where rows are sorted by group. Rows after those
             of the last group get zeros. None if there is one weight for all rows.
+        num_rows: Without groups: the number of rows, after which there is padding, which gets
+            zeros; None if there is none.
         bias_O: The bias, for one group; None for none.
         activation: The function that follows, one of `rows.ACTIVATIONS`.
         instructions: See `Library.instructions`; None for the best that the processor has.
@@ -221,7 +229,7 @@ def multiply_packed(
         x_TI if scale_O is None else _float32_or_bfloat16(x_TI),
         *weight.arrays[:2],
         jnp.zeros(0, jnp.float32) if bias_O is None else bias_O.astype(jnp.float32),
-        jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
+        count_of(num_rows) if count_E is None else count_E.astype(jnp.int32),
         instructions=np.int64(weight.instructions),
         activation=np.int64(ACTIVATIONS.index(activation)),
     )
@@ -235,6 +243,7 @@ def multiply_quantized(
     *,
     result: DTypeLike,
     count_E: Int[Array, "E"] | None = None,
+    num_rows: Int[Array, ""] | None = None,
     instructions: int | None = None,
 ) -> Float[Array, "T O"]:
     """Multiplies rows by a quantised weight in panels; see `multiply_packed`.
@@ -253,7 +262,7 @@ def multiply_quantized(
         _float32_or_bfloat16(x_TI),
         *codes.arrays,
         jnp.zeros(0, jnp.int32) if rows is None else rows.astype(jnp.int32),
-        jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
+        count_of(num_rows) if count_E is None else count_E.astype(jnp.int32),
         code=np.int64(codes.code),
         group_size=np.int64(codes.group_size),
         instructions=np.int64(codes.instructions),

@@ -20,7 +20,7 @@ from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.shapes import MAX_BIASES
 from jaxpage.step.token_masks import num_mask_words
 
-NUM_FLAGS = 8
+NUM_FLAGS = 9
 
 
 class TableShape(NamedTuple):
@@ -94,12 +94,14 @@ class StepInputs(NamedTuple):
 class Flags:
     """Names the places in `StepInputs.flags`, which say what any row of the step asks for.
 
-    Work that no row asks for is not done. Two flags are numbers: SCORED counts the tokens of the
-    stream up to the last whose `scored_T` is wanted, and DRAFT_DEPTH is `StepPlan.draft_depth`, or
-    -1 for None.
+    Work that no row asks for is not done. Three flags are numbers: SCORED counts the tokens of the
+    stream up to the last whose `scored_T` is wanted, DRAFT_DEPTH is `StepPlan.draft_depth`, or -1
+    for None, and DRAWN counts the draws, which those of padding follow.
     """
 
-    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, DRAFT_DEPTH, PROCESSED = range(NUM_FLAGS)
+    RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, DRAFT_DEPTH, PROCESSED, DRAWN = range(
+        NUM_FLAGS
+    )
 
 
 class ProcessorInputs(NamedTuple):
@@ -253,6 +255,7 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
     is_row_B = length_B > 0
     return inputs._replace(
         draws=draws._replace(drawn_token_R=jnp.arange(len(token_ids_B))),
+        flags=inputs.flags.at[Flags.DRAWN].set(is_row_B.sum()),
         token_ids_T=token_ids_B,
         positions_T=positions_B,
         axes_AT=inputs.axes_AT[:, index_B],

@@ -69,6 +69,12 @@ Instructions best_instructions(Type type) {
 #endif
 }
 
+// Makes rows from one on zero.
+void clear_rows(void* rows, int64_t first, int64_t num_rows, int64_t bytes_of_row) {
+  std::memset(static_cast<char*>(rows) + first * bytes_of_row, 0,
+              (num_rows - first) * bytes_of_row);
+}
+
 // Reads the pages, after the writes of `slots` where there are any.
 ffi::Error run_attention(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q,
                          ffi::AnyBuffer& k_pages, ffi::Buffer<ffi::F32>& k_scale,
@@ -123,8 +129,7 @@ ffi::Error run_attention(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q,
   const Kernels& k = JAXPAGE_ISA::kKernels;
   run_in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
   const int64_t item = a.num_heads * a.value_width * (a.query_type == Type::kF32 ? 4 : 2);
-  std::memset(static_cast<char*>(a.out) + num_queries * item, 0,
-              (a.num_tokens - num_queries) * item);  // padding
+  clear_rows(a.out, num_queries, a.num_tokens, item);  // padding
   // A row of few queries reads its pages once, all key/value heads that lie side by side: as many
   // as leave work for every thread, and whose queries stay in the cache. The many queries of a
   // prompt's chunk find those of one head there, some queries at once.
@@ -334,7 +339,6 @@ InputBuffers& input_buffers() {
 // Adds the phases in which rows are multiplied.
 void add_phases(Matmul m, std::vector<Phase>& phases) {
   Packed& p = m.p;
-  input_buffers().add_phase(p, phases);
   const PackedKernels& k = JAXPAGE_ISA::kPacked;
   const auto ceil_divide = [](int64_t count, int64_t divisor) {
     return (count + divisor - 1) / divisor;
@@ -351,9 +355,9 @@ void add_phases(Matmul m, std::vector<Phase>& phases) {
     if (end > row) groups.push_back({index, row, end, num_units});
     row = end;
   }
-  const int64_t bytes_of_result = p.num_out * (p.out_is_float ? 4 : 2);
-  std::memset(static_cast<char*>(p.out) + row * bytes_of_result, 0,
-              (p.num_rows - row) * bytes_of_result);
+  clear_rows(p.out, row, p.num_rows, p.num_out * (p.out_is_float ? 4 : 2));
+  p.num_rows = row;
+  input_buffers().add_phase(p, phases);
   // Units of the same panels are neighbours, so that a thread reads these once.
   phases.push_back(
       {num_units, 1, [m, k, num_panels, ceil_divide, groups = std::move(groups)](int64_t unit) {
@@ -475,7 +479,7 @@ ffi::Error read_coded(Matmul& m, const Matrix& x, const ffi::AnyBuffer& panels,
   return ffi::Error::Success();
 }
 
-// Multiplies rows by the weight of their group. Without counts there is one group.
+// Multiplies rows by the weight of their group. Without counts there is one group of all rows.
 ffi::Error multiply(ffi::ThreadPool& pool, Matmul& m, const ffi::Buffer<ffi::S32>& counts) {
   const size_t num_counts = counts.element_count();
   if (num_counts ? num_counts != static_cast<size_t>(m.num_groups) : m.num_groups != 1)
@@ -683,9 +687,15 @@ struct Stage {
 // Reads the stages of a fusion and their arrays, and makes phases of them.
 class Fusion {
  public:
-  Fusion(const ffi::AnyBuffer& x, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-         float epsilon, float offset)
-      : args_(args), rets_(rets), x_(as_matrix(x)), epsilon_(epsilon), offset_(offset) {}
+  // Rows from `num_rows` on are padding, whose results are zero.
+  Fusion(const ffi::AnyBuffer& x, int64_t num_rows, const ffi::RemainingArgs& args,
+         const ffi::RemainingRets& rets, float epsilon, float offset)
+      : args_(args),
+        rets_(rets),
+        x_(as_matrix(x)),
+        num_rows_(std::clamp<int64_t>(num_rows, 0, std::max<int64_t>(0, x_.num_rows))),
+        epsilon_(epsilon),
+        offset_(offset) {}
 
   ffi::Error read(const Stage& stage) {
     const size_t operation = static_cast<size_t>(stage.operation);
@@ -698,6 +708,10 @@ class Fusion {
                                                              : read_rows(stage, out);
         error.failure())
       return error;
+    for (size_t i = 0; i < kNumRets[operation]; ++i)
+      if (x_.num_rows > 0)
+        clear_rows(ret(i).untyped_data(), num_rows_, x_.num_rows,
+                   ret(i).size_bytes() / x_.num_rows);
     next_arg_ += kNumArgs[operation];
     next_ret_ += kNumRets[operation];
     x_ = as_matrix(out);
@@ -710,7 +724,7 @@ class Fusion {
       if (!part.kernel) input_buffers().reserve(part.matmul.p);
     std::vector<Phase> phases;
     for (const Part& part : parts_) {
-      if (part.kernel) phases.push_back(make_phase(part.rows, part.kernel, x_.num_rows));
+      if (part.kernel) phases.push_back(make_phase(part.rows, part.kernel, num_rows_));
       else add_phases(part.matmul, phases);
     }
     return phases;
@@ -736,6 +750,7 @@ class Fusion {
       return error;
     if (m.num_groups != 1)
       return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+    m.p.num_rows = num_rows_;
     parts_.push_back({m, {}, nullptr});
     return ffi::Error::Success();
   }
@@ -787,6 +802,7 @@ class Fusion {
   ffi::RemainingRets rets_;
   size_t next_arg_ = 0, next_ret_ = 0;
   Matrix x_;  // what the last stage made
+  int64_t num_rows_;
   void* sum_ = nullptr;
   int64_t sum_width_ = 0;
   float epsilon_, offset_;
@@ -795,10 +811,12 @@ class Fusion {
 
 // Computes stages one after the other, each as it is computed alone, in the phases of one call: the
 // threads stay together, and XLA starts no operation in between.
-ffi::Error run_fusion(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
-                      ffi::RemainingRets rets, ffi::Span<const int64_t> stages, float epsilon,
-                      float offset) {
-  Fusion fusion(x, args, rets, epsilon, offset);
+ffi::Error run_fusion(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> num_rows,
+                      ffi::RemainingArgs args, ffi::RemainingRets rets,
+                      ffi::Span<const int64_t> stages, float epsilon, float offset) {
+  const bool has_padding = num_rows.element_count();
+  Fusion fusion(x, has_padding ? *num_rows.typed_data() : as_matrix(x).num_rows, args, rets,
+                epsilon, offset);
   constexpr size_t kNumbers = sizeof(Stage) / sizeof(int64_t);
   for (size_t i = 0; i + kNumbers <= stages.size(); i += kNumbers) {
     const int64_t* s = stages.begin() + i;
@@ -903,6 +921,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_run_fusion, run_fusion,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<ffi::Span<const int64_t>>("stages")
