@@ -364,13 +364,16 @@ def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
     rounded = 0.05 if kind == "int8" or dtype == "bfloat16" else 1e-4
     assert np.abs(fused - exact).max() <= rounded * np.abs(exact).max()
 
-    def matmul(x: jax.Array) -> jax.Array:
-        return run_fusion(x, [Norm(scale), Multiply(gate_up[0])], 1e-3, 1.0)[-1]
+    def matmul(x: jax.Array, padding: Padding | None = None) -> jax.Array:
+        stages = [Norm(scale), Multiply(gate_up[0])]
+        return run_fusion(x, stages, 1e-3, 1.0, padding=padding)[-1]
 
     normed = rows.rms_norm(residual, scale, 1e-3, 1.0)
     together = multiply_packed(normed, gate_up[0], dtype, None)
     np.testing.assert_array_equal(jax.jit(matmul)(residual), together)
     np.testing.assert_array_equal(jax.jit(matmul)(residual[-1:]), together[-1:])
+    made = matmul(residual, Padding(300, jnp.int32(2)))
+    np.testing.assert_array_equal(made, jnp.asarray(together).at[2:].set(0))
 
 
 def test_a_fusion_that_does_not_fit_is_refused() -> None:
