@@ -232,7 +232,9 @@ def test_no_greedy_step_gathers_a_row_of_logits(directory, num_devices, monkeypa
     assert 0 < maximum < row_bytes
     scope = steps._scope
     monkeypatch.setattr(
-        steps, "_scope", lambda options, slots, *, divided=False: scope(options, slots)
+        steps,
+        "_scope",
+        lambda options, slots, *, divided=False, **other: scope(options, slots, **other),
     )
     maximum, row_bytes = gather_bytes()
     assert maximum >= row_bytes

@@ -998,7 +998,6 @@ FUSION_MISTAKES = {
     "a phase begins before the one before it ends": ("if (i) wait(i - 1);", ""),
     "rows of the first block": ("unit % blocks * kRowsAtOnce", "0"),
     "a group with the units of all before it": ("unit -= (group - 1)->end_unit", "unit -= 0"),
-    "a fusion of padding": ("m.p.num_rows = num_rows_;", ""),
     "a fusion without zeros for padding": (
         "clear_rows(ret(i).untyped_data(), num_rows_,",
         "clear_rows(ret(i).untyped_data(), x_.num_rows,",
