@@ -134,11 +134,10 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         block_size=spec.memory.block_size,
         strategies=strategies,
     )
-    new_pages = functools.partial(mesh.zeros, compiled.pages)
     host_pages = _host_pages(spec, mesh)
     runner = Runner(
         compiled.parameters,
-        new_pages,
+        compiled.executables.new_pages,
         compiled.executables,
         host_pages,
         compiled.adapters,

@@ -86,8 +86,8 @@ class Executables:
     """Holds an executable for each bucket, and for each cache group those that move blocks.
 
     A group has one that copies blocks and, if the menu swaps, two that swap them. Where a drafter
-    may be off, each bucket without drafts has a second executable: that of the target alone. A
-    shape that is not in the table is an error, never a compilation.
+    may be off, each bucket without drafts has a second executable: that of the target alone. One
+    more makes empty pages. A shape that is not in the table is an error, never a compilation.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ class Executables:
         return jobs
 
     def _block_jobs(self, menu: BucketMenu, pages: KVPages) -> Jobs:
-        """Returns what compiles the copies and swaps of blocks, by the keys of the table."""
-        jobs: Jobs = {}
+        """Returns what compiles new pages, and copies and swaps of blocks, by the table's keys."""
+        jobs: Jobs = {"pages": functools.partial(_compile_pages, pages, self._mesh)}
         settings = self.options.attention_backend, self._mesh
         for group in {*self.options.layer_groups}:
             group_pages = self._of_group(pages, group)
@@ -249,6 +249,14 @@ class Executables:
         if is_off and bucket in self._target_only:
             return CompiledStep(self.executable(self._target_only[bucket]), neutral, drafter)
         return CompiledStep(self.executable(bucket), neutral)
+
+    def new_pages(self) -> KVPages:
+        """Makes empty pages.
+
+        A pool that is lost is made again in service, where nothing may be compiled.
+        """
+        pages: KVPages = self.executable("pages")()
+        return pages
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
         """Copies blocks of a cache group; see `copy_step`."""
@@ -391,6 +399,10 @@ def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> Processo
     )
 
 
+def _compile_pages(pages: KVPages, mesh: DeviceMesh) -> Any:
+    return compile_ahead(mesh.jitted_zeros(pages))
+
+
 def _compile_copy(pages: KVPages, num_copies: int, backend: Backend, mesh: DeviceMesh) -> Any:
     pairs = mesh.whole(jax.ShapeDtypeStruct((num_copies, 2), jnp.int32))
     copy = mesh.on_each(functools.partial(copy_step, backend=backend), (pages, None), pages)
@@ -454,6 +466,7 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
         return (job.args[0], job.args[1]), 0
     pages = job.args[0]
     moves = {
+        _compile_pages: ((), pages),
         _compile_copy: ((pages, 0), pages),
         _compile_gather: ((pages, 0), 0),
         _compile_scatter: ((pages, 0, 0), pages),

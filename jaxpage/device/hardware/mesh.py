@@ -152,12 +152,16 @@ class DeviceMesh:
 
         One call makes all of them: a call for each array takes up to ten times as long.
         """
+        return self.jitted_zeros(shapes)()
+
+    def jitted_zeros(self, shapes: Any) -> Any:
+        """Returns the jitted function without arguments that makes what `zeros` returns."""
         leaves, tree = jax.tree.flatten(shapes)
         # Shapes without places, which are in `places`, so that equal ones are one key of the cache.
         alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
         sharding = SingleDeviceSharding(self.first)
         places = tuple(sharding if self.size == 1 else shape.sharding for shape in leaves)
-        return jax.tree.unflatten(tree, _zeros(alike, places)())
+        return _jitted_zeros(tree, alike, places)
 
     def zero_shards(
         self, parts: Sequence[tuple[tuple[int, ...], bool]], dtype: Any
@@ -173,7 +177,8 @@ class DeviceMesh:
             self.shapes_of_whole(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None)
             for shape, is_divided in parts
         ]
-        arrays: list[jax.Array] = self.zeros(shapes)
+        # To make nothing would be compiled, too.
+        arrays: list[jax.Array] = self.zeros(shapes) if shapes else []
         return arrays
 
     def on_each(
@@ -204,16 +209,13 @@ class DeviceMesh:
 
 
 @functools.cache
-def _zeros(
-    shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]
-) -> Callable[[], list[jax.Array]]:
-    """Returns a function that makes zeros, compiled once for the same shapes.
-
-    A pool that is lost is made again in service, where nothing may be compiled.
-    """
+def _jitted_zeros(
+    tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]
+) -> Any:
+    """Returns a function that makes a tree of zeros, compiled once for the same shapes."""
     return jax.jit(
-        lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes],
-        out_shardings=list(places),
+        lambda: tree.unflatten([jnp.zeros(shape.shape, shape.dtype) for shape in shapes]),
+        out_shardings=tree.unflatten(places),
     )
 
 
