@@ -212,6 +212,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/checkpoints/tokenizers/stored_tokenizers.py",
         "jaxpage.checkpoints.tokenizers.tokenizer_files",
     ): "transformers takes a second to import, and stored tokenizers need none of it",
+    (
+        "jaxpage/assembly/planning/drafting.py",
+        "jaxpage.assembly.planning.drafters",
+    ): "the files of all kinds of drafters take long to import, and most engines have none",
     ("jaxpage/checkpoints/gguf/types.py", "gguf"): "a model in another format needs none of it",
     (
         "jaxpage/checkpoints/orbax_files.py",
