@@ -47,7 +47,6 @@ from jaxpage.engine.texts import (
     truncation_of,
 )
 from jaxpage.errors import JaxpageError, UnsupportedError
-from jaxpage.images import PictureProcessor
 from jaxpage.outputs import Pooling, RequestOutput, TokenPooling
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -55,6 +54,7 @@ from jaxpage.step.update import Mode
 
 if TYPE_CHECKING:
     from jaxpage.checkpoints.in_memory import Parameters
+    from jaxpage.images import PictureProcessor
     from jaxpage.receipts import EngineFacts, Generate, Verification, WeightFacts
 
 Params = SamplingParams | BeamSearchParams
