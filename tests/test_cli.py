@@ -715,6 +715,26 @@ def test_a_reader_that_goes_away_is_no_traceback():
     assert "Traceback" not in result.stderr
 
 
+# A text needs no drafters, adapters, pictures, grammars, beams, receipts and settings of servers.
+NOT_FOR_A_TEXT = (
+    "assembly.planning.drafters",
+    "assembly.receipt_facts",
+    "checkpoints.conversion",
+    "checkpoints.drafters.eagle_files",
+    "checkpoints.in_memory.parameters",
+    "checkpoints.lora_files",
+    "decoding.beam",
+    "decoding.grammars",
+    "device.drafters.growing",
+    "images.processor",
+    "models.drafters.eagle",
+    "models.gemma",
+    "receipts.receipt",
+    "serving.settings.server_config",
+    "speculation.methods",
+)
+
+
 def test_the_first_command_of_the_readme():
     """The packaged model runs end to end in a process of its own: what the README quotes is what
     everybody reads.
@@ -737,7 +757,8 @@ def test_the_first_command_of_the_readme():
     assert {"jax", "flax.nnx", "tokenizers"} <= loaded
     heavy = ("transformers", "torch", "prompt_toolkit", "jinja2", "orbax.checkpoint")
     later = ("jax.experimental.pallas", "uvicorn", "starlette", "huggingface_hub", "PIL", "gguf")
-    assert not loaded & {*heavy, *later}
+    assert not loaded & {*heavy, *later, "llguidance"}
+    assert not loaded & {f"jaxpage.{name}" for name in NOT_FOR_A_TEXT}
     assert len(quoted) > 100 and " ".join(result.stdout.split()).startswith(quoted)
     assert "200 tokens" in result.stderr and "generation_config.json" in result.stderr
     assert len(result.stderr.splitlines()) == 2, f"no table, no warnings: {result.stderr}"

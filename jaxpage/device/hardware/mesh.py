@@ -152,16 +152,7 @@ class DeviceMesh:
 
         One call makes all of them: a call for each array takes up to ten times as long.
         """
-        return self.jitted_zeros(shapes)()
-
-    def jitted_zeros(self, shapes: Any) -> Any:
-        """Returns the jitted function without arguments that makes what `zeros` returns."""
-        leaves, tree = jax.tree.flatten(shapes)
-        # Shapes without places, which are in `places`, so that equal ones are one key of the cache.
-        alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
-        sharding = SingleDeviceSharding(self.first)
-        places = tuple(sharding if self.size == 1 else shape.sharding for shape in leaves)
-        return _jitted_zeros(tree, alike, places)
+        return compile_zeros(shapes, self)()
 
     def zero_shards(
         self, parts: Sequence[tuple[tuple[int, ...], bool]], dtype: Any
@@ -208,15 +199,25 @@ class DeviceMesh:
         )
 
 
+def compile_zeros(shapes: Any, mesh: DeviceMesh) -> Any:
+    """Returns the executable that makes what `DeviceMesh.zeros` returns, and takes nothing."""
+    leaves, tree = jax.tree.flatten(shapes)
+    # Shapes without places, which are in `places`, so that equal ones are one key of the cache.
+    alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
+    sharding = SingleDeviceSharding(mesh.first)
+    places = tuple(sharding if mesh.size == 1 else shape.sharding for shape in leaves)
+    return _compile_zeros(tree, alike, places)
+
+
 @functools.cache
-def _jitted_zeros(
+def _compile_zeros(
     tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]
 ) -> Any:
-    """Returns a function that makes a tree of zeros, compiled once for the same shapes."""
-    return jax.jit(
+    make_zeros = jax.jit(
         lambda: tree.unflatten([jnp.zeros(shape.shape, shape.dtype) for shape in shapes]),
         out_shardings=tree.unflatten(places),
     )
+    return make_zeros.lower().compile()
 
 
 def _spec(axis: int) -> PartitionSpec:
