@@ -660,6 +660,23 @@ def test_help_is_quick_because_it_loads_nothing_heavy():
     assert len(loaded) == len(HELPED) and not set().union(*loaded) & HEAVY
 
 
+def parsers_of(words):
+    """Returns the parsers of commands by name, as they are made for words."""
+    (commands,) = [
+        action.choices for action in make_parser(words)._actions if action.metavar == "COMMAND"
+    ]
+    return commands
+
+
+def test_a_command_has_the_flags_that_it_has_among_all():
+    """A command line needs those of its own command alone."""
+    commands = parsers_of(())
+    assert len(commands) == 13
+    for name, parser in commands.items():
+        assert parsers_of([name, "--seed"])[name].format_help() == parser.format_help()
+        assert [*parsers_of([name])] == [name] and [*parsers_of(["-q", name])] == [*commands]
+
+
 def test_help_lists_what_exists_and_nothing_else(capsys):
     assert run("--help") == run("--version") == 0
     text = capsys.readouterr().out

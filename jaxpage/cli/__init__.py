@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The warnings of transformers are for people who program with it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        parser = make_parser()
+        parser = make_parser(words)
         if not words:
             parser.print_help()
             return 0
