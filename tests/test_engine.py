@@ -94,9 +94,13 @@ def test_an_engine_for_one_text_compiles_what_its_steps_ask_for(llm, directory):
         assert use() < table.keys(), "no block was copied"
 
 
-def test_an_engine_for_one_text_compiles_one_shape_after_the_other(directory, monkeypatch):
-    """XLA compiles each on all cores: what comes later would take time of the first step's."""
+@pytest.mark.parametrize(("num_cpus", "num_threads"), [(None, 1), (1, 1), (2, 1), (5, 2)])
+def test_an_engine_for_one_text_compiles_few_shapes_at_once(
+    num_cpus, num_threads, directory, monkeypatch
+):
+    """What comes later would take time of the first step's."""
     calls = []
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cpus)
 
     def note(self, keys, *, waits=False, num_threads=None):
         calls.append(([*keys], num_threads))
@@ -109,7 +113,7 @@ def test_an_engine_for_one_text_compiles_one_shape_after_the_other(directory, mo
         return expected
 
     with make_llm(directory, num_blocks=33, at_start=True, first=first):
-        assert len(expected) > 2 and calls == [([], None), (expected, 1)]
+        assert len(expected) > 2 and calls == [([], None), (expected, num_threads)]
 
 
 def test_one_thread_makes_executables_in_order():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -159,9 +160,11 @@ class Executables:
             keys = first(menu)
             from_files = [key for key in keys if stored is not None and stored.has(jobs[key])]
             self._make_in_background(from_files)
-            # XLA compiles each of them on all cores, so that the first step waits for its own
-            # alone.
-            self._make_in_background((key for key in keys if key not in from_files), num_threads=1)
+            # With a compilation on each CPU the first step would wait for all of them: other
+            # programs run, and two CPUs are often one core.
+            num_threads = max(1, (os.cpu_count() or 1) // 2)
+            new = [key for key in keys if key not in from_files]
+            self._make_in_background(new, num_threads=num_threads)
         self.compile_seconds = time.monotonic() - started
 
     def _get_all(self, jobs: Jobs, progress: bool) -> None:
