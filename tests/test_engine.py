@@ -98,7 +98,7 @@ def test_an_engine_for_one_text_compiles_what_its_steps_ask_for(llm, directory):
 def test_an_engine_for_one_text_compiles_few_shapes_at_once(
     num_cpus, num_threads, directory, monkeypatch
 ):
-    """What comes later would take time of the first step's."""
+    """A shape that comes later would take time of the first step."""
     calls = []
     monkeypatch.setattr(os, "cpu_count", lambda: num_cpus)
 
