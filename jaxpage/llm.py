@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import jax
 import numpy as np
@@ -12,7 +12,6 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks
-from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
 from jaxpage.device.inputs import Bucket, BucketMenu
 from jaxpage.driver import (
     DrivenModel,
@@ -45,7 +44,6 @@ from jaxpage.engine.texts import (
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import Pooling, RequestOutput, RerankResult, TokenPooling
-from jaxpage.receipts import Verification
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -53,6 +51,10 @@ from jaxpage.settings.lora_request import LoRARequest, LoRARequests
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.settings.sources import resolve_config
 from jaxpage.step.update import Mode
+
+if TYPE_CHECKING:
+    from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
+    from jaxpage.receipts import Verification
 
 Params = SamplingParams | BeamSearchParams
 

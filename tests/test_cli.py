@@ -660,6 +660,23 @@ def test_help_is_quick_because_it_loads_nothing_heavy():
     assert len(loaded) == len(HELPED) and not set().union(*loaded) & HEAVY
 
 
+def parsers_of(words):
+    """Returns the parsers of commands by name, as they are made for words."""
+    (commands,) = [
+        action.choices for action in make_parser(words)._actions if action.metavar == "COMMAND"
+    ]
+    return commands
+
+
+def test_a_command_has_the_flags_that_it_has_among_all():
+    """A command line needs those of its own command alone."""
+    commands = parsers_of(())
+    assert len(commands) == 13
+    for name, parser in commands.items():
+        assert parsers_of([name, "--seed"])[name].format_help() == parser.format_help()
+        assert [*parsers_of([name])] == [name] and [*parsers_of(["-q", name])] == [*commands]
+
+
 def test_help_lists_what_exists_and_nothing_else(capsys):
     assert run("--help") == run("--version") == 0
     text = capsys.readouterr().out
@@ -715,6 +732,26 @@ def test_a_reader_that_goes_away_is_no_traceback():
     assert "Traceback" not in result.stderr
 
 
+# A text needs no drafters, adapters, pictures, grammars, beams, receipts and settings of servers.
+NOT_FOR_A_TEXT = (
+    "assembly.planning.drafters",
+    "assembly.receipt_facts",
+    "checkpoints.conversion",
+    "checkpoints.drafters.eagle_files",
+    "checkpoints.in_memory.parameters",
+    "checkpoints.lora_files",
+    "decoding.beam",
+    "decoding.grammars",
+    "device.drafters.growing",
+    "images.processor",
+    "models.drafters.eagle",
+    "models.gemma",
+    "receipts.receipt",
+    "serving.settings.server_config",
+    "speculation.methods",
+)
+
+
 def test_the_first_command_of_the_readme():
     """The packaged model runs end to end in a process of its own: what the README quotes is what
     everybody reads.
@@ -737,7 +774,8 @@ def test_the_first_command_of_the_readme():
     assert {"jax", "flax.nnx", "tokenizers"} <= loaded
     heavy = ("transformers", "torch", "prompt_toolkit", "jinja2", "orbax.checkpoint")
     later = ("jax.experimental.pallas", "uvicorn", "starlette", "huggingface_hub", "PIL", "gguf")
-    assert not loaded & {*heavy, *later}
+    assert not loaded & {*heavy, *later, "llguidance"}
+    assert not loaded & {f"jaxpage.{name}" for name in NOT_FOR_A_TEXT}
     assert len(quoted) > 100 and " ".join(result.stdout.split()).startswith(quoted)
     assert "200 tokens" in result.stderr and "generation_config.json" in result.stderr
     assert len(result.stderr.splitlines()) == 2, f"no table, no warnings: {result.stderr}"

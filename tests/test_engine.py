@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -24,6 +25,7 @@ import pytest
 
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.decoding import SamplingStrategy
+from jaxpage.device import executables
 from jaxpage.device.inputs.buckets import make_menu
 from jaxpage.device.waiting import Waiting
 from jaxpage.errors import (
@@ -85,11 +87,49 @@ def test_an_engine_for_one_text_compiles_what_its_steps_ask_for(llm, directory):
         def use():
             return {key for key, entry in table.items() if not isinstance(entry, Waiting)}
 
-        assert not use()
+        assert use() == {"pages"}
         assert one(other, short, GREEDY) == one(llm, short, GREEDY)
-        assert use() == {*other._engine.builder.menu.of_one_text(4)}
+        assert use() == {"pages", *other._engine.builder.menu.of_one_text(4)}
         assert one(other, long, GREEDY) == one(llm, long, GREEDY)
         assert use() < table.keys(), "no block was copied"
+
+
+@pytest.mark.parametrize(("num_cpus", "num_threads"), [(None, 1), (1, 1), (2, 1), (5, 2)])
+def test_an_engine_for_one_text_compiles_few_shapes_at_once(
+    num_cpus, num_threads, directory, monkeypatch
+):
+    """A shape that comes later would take time of the first step."""
+    calls = []
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cpus)
+
+    def note(self, keys, *, waits=False, num_threads=None):
+        calls.append(([*keys], num_threads))
+
+    monkeypatch.setattr(executables.Executables, "_make_in_background", note)
+    expected = []
+
+    def first(menu):
+        expected.extend(reversed(menu.by_first_use()))
+        return expected
+
+    with make_llm(directory, num_blocks=33, at_start=True, first=first):
+        assert len(expected) > 2 and calls == [([], None), (expected, num_threads)]
+
+
+def test_one_thread_makes_executables_in_order():
+    table, order, is_second_made = object.__new__(executables.Executables), [], threading.Event()
+
+    def make(key):
+        order.append(key)
+        if key == "first":
+            assert not is_second_made.wait(0.1)
+        else:
+            is_second_made.set()
+
+    table._until_closed = contextlib.ExitStack()
+    table._table = {key: Waiting(functools.partial(make, key)) for key in ("second", "first")}
+    table._make_in_background(["first", "second"], waits=True, num_threads=1)
+    assert order == ["first", "second"]
 
 
 def test_the_shapes_of_one_text_are_those_of_its_first_steps():

@@ -38,7 +38,7 @@ for drafting in engines[: int(sys.argv[2])]:
     executables = llm._engine.runner.executables
     texts = [[(one.token_ids, one.cumulative_logprob) for one in each.outputs] for each in outputs]
     found.append({"texts": texts, "found": executables.num_found_of_all[0], "all": executables.num_found_of_all[1],
-        "workspace": executables.workspace_bytes()})
+        "workspace": executables.workspace_bytes(), "compiled": executables.compile_total})
 print(json.dumps(found))
 """
 
@@ -64,7 +64,7 @@ def test_a_second_start_compiles_nothing_and_says_the_same(model, tmp_path):
     cache = with_compiled_kernels(tmp_path / "cache")
     first, _ = start(model, cache, 2)
     assert first[0]["found"] == 0 and first[0]["all"] > 4
-    assert first[1]["found"] == 3, "what moves blocks is as for the first"
+    assert first[1]["found"] == 4, "what makes pages and moves blocks is as for the first"
     assert first[0]["texts"] == first[1]["texts"], "with drafts as without"
     files = sorted(cache.glob("xla/*/executables/*"))
     assert len(files) > first[0]["all"] and files[0].parent.stat().st_mode & 0o077 == 0
@@ -81,6 +81,19 @@ def test_a_second_start_compiles_nothing_and_says_the_same(model, tmp_path):
         assert last["found"] == last["all"]
         assert last["workspace"] == engine["workspace"]
     assert sum(engine["all"] - engine["found"] for engine in second) == len(files[::4])
+    for engine in started:
+        assert engine["compiled"] == engine["all"] - engine["found"], "and nothing else, as pages"
+
+
+def test_what_is_compiled_has_a_file(tmp_path):
+    stored = StoredExecutables(tmp_path / "executables", jax.devices())
+    calls = [
+        functools.partial(lambda _: jax.jit(lambda x: x + 1.0).lower(1.0).compile(), number)
+        for number in range(2)
+    ]
+    assert not stored.has(calls[0])
+    stored.get(calls[0], (1.0,), 1.0)
+    assert [*map(stored.has, calls)] == [True, False]
 
 
 def test_other_flags_may_make_other_code(tmp_path, monkeypatch):

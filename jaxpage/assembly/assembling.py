@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpage.assembly.compiling import Compiled
 from jaxpage.assembly.describing import Opened
@@ -35,7 +35,6 @@ from jaxpage.engine import (
 )
 from jaxpage.engine.texts import TextEmbedding
 from jaxpage.errors import ConfigError
-from jaxpage.images import PictureProcessor
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models import EncoderConfig
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
@@ -43,6 +42,9 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.field_table import PARAMETERS
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import gib
+
+if TYPE_CHECKING:
+    from jaxpage.images import PictureProcessor
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,10 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         block_size=spec.memory.block_size,
         strategies=strategies,
     )
-    new_pages = functools.partial(mesh.zeros, compiled.pages)
     host_pages = _host_pages(spec, mesh)
     runner = Runner(
         compiled.parameters,
-        new_pages,
+        compiled.executables.new_pages,
         compiled.executables,
         host_pages,
         compiled.adapters,

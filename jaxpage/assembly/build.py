@@ -12,7 +12,7 @@ from jaxpage.assembly.hooks import Hooks
 from jaxpage.checkpoints import ModelFiles
 from jaxpage.settings.engine_config import EngineConfig
 
-NO_HOOKS = Hooks()
+NO_HOOKS: Hooks = Hooks()
 
 
 def build_engine(

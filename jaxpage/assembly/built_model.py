@@ -9,7 +9,7 @@ import jax
 
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.model_weights import check_replaceable, checkpoint_parts
-from jaxpage.checkpoints.in_memory import name_parameters
+from jaxpage.checkpoints import in_memory
 from jaxpage.checkpoints.tokenizers import whole_tokenizer
 from jaxpage.engine.calls import (
     chat_prompt,
@@ -121,7 +121,7 @@ class BuiltModel:
         return {
             name: array
             for plan, weights in checkpoint_parts(self._model, self.spec, self._packed, parameters)
-            for name, array in name_parameters(plan, weights).items()
+            for name, array in in_memory.name_parameters(plan, weights).items()
         }
 
     def __repr__(self) -> str:

@@ -9,13 +9,7 @@ import jax
 
 from jaxpage.assembly.compiling import adapters_of, load_parameters, shards_of_weights
 from jaxpage.assembly.planning.engine_spec import EngineSpec
-from jaxpage.checkpoints import LoadPlan, ModelFiles
-from jaxpage.checkpoints.in_memory import (
-    Parameters,
-    check_all_finite,
-    check_finite_parts,
-    with_parameters,
-)
+from jaxpage.checkpoints import LoadPlan, ModelFiles, in_memory
 from jaxpage.device import Packings, to_device, unpack_weights
 from jaxpage.engine import Runner, WakingWeights
 from jaxpage.errors import UnsupportedError
@@ -100,7 +94,7 @@ def _check_finite(
     """
     if not spec.sharding.is_divided:
         for plan, part in checkpoint_parts(files, spec, packed, weights):
-            check_all_finite(plan, part)
+            in_memory.check_all_finite(plan, part)
         return
     unpacked = unpack_weights(weights, packed)
     parts = {
@@ -111,7 +105,7 @@ def _check_finite(
         ]
         for sharded in shards_of_weights(files, spec)
     }
-    check_finite_parts(files.plan, parts)
+    in_memory.check_finite_parts(files.plan, parts)
     further = {
         "drafter": spec.described.drafting.plan_in_model,
         "vision": None if files.vision is None else files.vision.plan,
@@ -119,7 +113,7 @@ def _check_finite(
     for name, load_plan in further.items():
         if load_plan is not None:  # every device has all of it
             whole = jax.tree.map(lambda array: array.addressable_data(0), unpacked[name])
-            check_all_finite(load_plan, whole)
+            in_memory.check_all_finite(load_plan, whole)
 
 
 def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> WakingWeights:
@@ -143,7 +137,7 @@ def load_given_weights(
     model: ModelFiles,
     spec: EngineSpec,
     packed: Packings,
-    parameters: Parameters,
+    parameters: in_memory.Parameters,
     *,
     check_finite: bool,
     mode: Mode,
@@ -165,5 +159,5 @@ def load_given_weights(
     """
     check_choice("mode", mode, get_args(Mode))
     check_replaceable(model, "update_parameters")
-    others = with_parameters(model, parameters)
+    others = in_memory.with_parameters(model, parameters)
     return weights_on_device(others, spec, packed, finite=check_finite)

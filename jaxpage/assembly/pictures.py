@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpage import images
 from jaxpage.checkpoints.tokenizers import read_processor_files
 from jaxpage.errors import CheckpointError
-from jaxpage.images import PictureProcessor, read_settings, rule_of
 
 logger = logging.getLogger(__name__)
 
 
 def open_pictures(
     directory: Path, config: Mapping[str, Any], tokenizer: Any
-) -> PictureProcessor | None:
+) -> images.PictureProcessor | None:
     """Returns what processes the pictures of a model's prompts; None if its files do not say.
 
     Args:
@@ -28,13 +28,13 @@ def open_pictures(
         CheckpointError: A file is no JSON object, or the tokenizer has no token for pictures.
     """
     files = read_processor_files(directory)
-    settings = read_settings(files.processor, files.image_processor)
-    rule = None if settings is None else rule_of(settings, tokenizer, config)
+    settings = images.read_settings(files.processor, files.image_processor)
+    rule = None if settings is None else images.rule_of(settings, tokenizer, config)
     if settings is None or rule is None:
         kind = "no image processor" if settings is None else f"the image processor {settings.kind}"
         logger.warning("%s: its files name %s, so pictures are refused", directory, kind)
         return None
     try:
-        return PictureProcessor(settings, rule, tokenizer)
+        return images.PictureProcessor(settings, rule, tokenizer)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None

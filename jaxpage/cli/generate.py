@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxpage import receipts
 from jaxpage.cli.resolving import (
     Say,
     engine_for_one,
@@ -20,7 +21,6 @@ from jaxpage.cli.resolving import (
 )
 from jaxpage.errors import UsageError
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.receipts import write_receipt
 from jaxpage.settings.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def generate(arguments: argparse.Namespace) -> int:
         last = print_stream(chunks, report, before=prompt if echoed else "")
     if last.receipt is not None:
         try:
-            write_receipt(path, last.receipt)
+            receipts.write_receipt(path, last.receipt)
         except OSError as error:
             raise UsageError(f"--receipt {path}: {error.strerror}") from None
         report(f"The receipt is in {path}; jaxpage verify {path} computes the answer again")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpage.cli.flags import engine_settings, sampling_settings, server_settings
 from jaxpage.errors import UnsupportedError, UsageError
-from jaxpage.serving import ServerConfig, resolve_both
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig, resolve_config
@@ -21,6 +20,7 @@ from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig, resolve
 if TYPE_CHECKING:
     from jaxpage.device.inputs import Bucket, BucketMenu
     from jaxpage.llm import LLM
+    from jaxpage.serving import ServerConfig
 
 DEFAULT_MAX_TOKENS = 200
 
@@ -91,6 +91,8 @@ def resolve_both_settings(
     file = getattr(arguments, "file", None)
     if file and arguments.config:
         raise UsageError(f"two configuration files: {file} and --config {arguments.config}")
+    from jaxpage.serving import resolve_both
+
     explicit = engine_settings(arguments), server_settings(arguments)
     return resolve_both(file or arguments.config, *explicit, overrides_origin="command line")
 

@@ -49,6 +49,10 @@ class Grammar:
         self._first = self.admit(self._start)
         self._is_quick = time.thread_time() - begun < _AGAIN_SECONDS
 
+    def new_constraint(self, request: Request) -> Constraint:
+        """Returns a constraint at the start of the grammar, for a sequence of a request."""
+        return Constraint(self, request)
+
     def at_start(self) -> tuple[LLMatcher, Mask]:
         """Returns a new matcher at the start of the grammar, and its first mask."""
         return self._start.deep_copy(), self._first

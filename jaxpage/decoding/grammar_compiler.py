@@ -11,15 +11,16 @@ import threading
 import time
 from collections import OrderedDict
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llguidance import LLTokenizer
-
-from jaxpage.decoding.constraints import Grammar
-from jaxpage.decoding.grammars import source_of, tokenizer_of
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.argument_checks import show
 from jaxpage.worker_process import WorkerGoneError, WorkerProcess
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from jaxpage.decoding.constraints import Grammar
 
 COMPILE_SECONDS = 2.0  # for one grammar
 COMPILE_BYTES = 256 << 20
@@ -92,6 +93,9 @@ class GrammarCompiler:
             raise RuntimeError("This LLM was shut down")
 
     def _compile(self, kind: str, value: str) -> tuple[Grammar, int]:
+        from jaxpage.decoding.constraints import Grammar
+        from jaxpage.decoding.grammars import source_of
+
         requested = f"structured_outputs={show({kind: json.loads(value)})}"
         try:
             problem, num_bytes = self._try(kind, value)
@@ -128,6 +132,8 @@ class GrammarCompiler:
         if self._unsupported is not None:
             raise UnsupportedError(self._unsupported)
         if self._worker is None or self._tokenizer is None:
+            from jaxpage.decoding.grammars import tokenizer_of
+
             description = _description(self._hf_tokenizer)
             # First, so that both processes read the tokenizer at once.
             self._worker = _Worker(description)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpage.decoding.constraints import Constraint, Grammar
 from jaxpage.decoding.mask_budget import MaskBudget, Unlimited
 from jaxpage.decoding.stopping import Detokenizer, Stopping
 from jaxpage.decoding.thinking import ReasoningPlace, follow, may_force, start
@@ -16,6 +15,9 @@ from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw, refusal
 from jaxpage.step.thinking import ThinkingBudget
 from jaxpage.step.token_masks import Mask, mask_of
+
+if TYPE_CHECKING:
+    from jaxpage.decoding.constraints import Constraint, Grammar
 
 _TOO_SLOW = (
     "following the grammar takes too long for the number of sequences of the request; lower n, or "
@@ -129,7 +131,7 @@ class SamplingStrategy:
         """
         if self.grammar is not None and sequence_id not in self._constraint_of:
             if self._beginning is None:
-                self._beginning = Constraint(self.grammar, self._request)
+                self._beginning = self.grammar.new_constraint(self._request)
             self._constraint_of[sequence_id] = self._beginning.copy()
         return self._constraint_of.get(sequence_id)
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from jaxpage.decoding.constraints import End
 from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.step.request import Request
+
+if TYPE_CHECKING:
+    from jaxpage.decoding.constraints import End
 
 
 class Detokenizer(Protocol):

@@ -11,8 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +28,14 @@ from jaxpage.device.compilations import watch_compilations
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
 from jaxpage.device.hardware.backends import Backend
-from jaxpage.device.hardware.mesh import DeviceMesh
+from jaxpage.device.hardware.mesh import DeviceMesh, compile_zeros
 from jaxpage.device.inputs.buckets import Bucket, BucketMenu
 from jaxpage.device.inputs.step_inputs import ProcessorInputs, processor_shapes, size_when_packed
-from jaxpage.device.moving import gather_blocks, scatter_blocks
+from jaxpage.device.moving import gather_blocks, scatter_blocks, shapes_of_swap
 from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import StoredExecutable, StoredExecutables, workspace_bytes
-from jaxpage.device.waiting import Jobs, Waiting, run_all
+from jaxpage.device.waiting import Jobs, Waiting, begin, run_all
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.compat import target_device
 
@@ -86,8 +85,8 @@ class Executables:
     """Holds an executable for each bucket, and for each cache group those that move blocks.
 
     A group has one that copies blocks and, if the menu swaps, two that swap them. Where a drafter
-    may be off, each bucket without drafts has a second executable: that of the target alone. A
-    shape that is not in the table is an error, never a compilation.
+    may be off, each bucket without drafts has a second executable: that of the target alone. One
+    more makes empty pages. A shape that is not in the table is an error, never a compilation.
     """
 
     def __init__(
@@ -158,7 +157,14 @@ class Executables:
             self._table = {
                 key: Waiting(functools.partial(_make, stored, job)) for key, job in jobs.items()
             }
-            self._make_in_background(first(menu))
+            keys = first(menu)
+            from_files = [key for key in keys if stored is not None and stored.has(jobs[key])]
+            self._make_in_background(from_files)
+            # With a compilation on each CPU the first step would wait for all of them: other
+            # programs run, and two CPUs are often one core.
+            num_threads = max(1, (os.cpu_count() or 1) // 2)
+            new = [key for key in keys if key not in from_files]
+            self._make_in_background(new, num_threads=num_threads)
         self.compile_seconds = time.monotonic() - started
 
     def _get_all(self, jobs: Jobs, progress: bool) -> None:
@@ -197,8 +203,8 @@ class Executables:
         return jobs
 
     def _block_jobs(self, menu: BucketMenu, pages: KVPages) -> Jobs:
-        """Returns what compiles the copies and swaps of blocks, by the keys of the table."""
-        jobs: Jobs = {}
+        """Returns what compiles new pages, and copies and swaps of blocks, by the table's keys."""
+        jobs: Jobs = {"pages": functools.partial(compile_zeros, pages, self._mesh)}
         settings = self.options.attention_backend, self._mesh
         for group in {*self.options.layer_groups}:
             group_pages = self._of_group(pages, group)
@@ -249,6 +255,13 @@ class Executables:
         if is_off and bucket in self._target_only:
             return CompiledStep(self.executable(self._target_only[bucket]), neutral, drafter)
         return CompiledStep(self.executable(bucket), neutral)
+
+    def new_pages(self) -> KVPages:
+        """Makes empty pages.
+
+        A pool that is lost is made again in service, where nothing may be compiled.
+        """
+        return cast(KVPages, self.executable("pages")())
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
         """Copies blocks of a cache group; see `copy_step`."""
@@ -310,12 +323,11 @@ class Executables:
             }
         )
 
-    def _make_in_background(self, keys: Iterable[Bucket | str], *, waits: bool = False) -> None:
-        """Makes the executables of files on other threads, in this order; `waits` for all."""
-        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="executables")
-        for key in dict.fromkeys(keys):
-            if isinstance(waiting := self._table[key], Waiting):
-                pool.submit(waiting.result)
+    def _make_in_background(
+        self, keys: Iterable[Bucket | str], *, waits: bool = False, num_threads: int | None = None
+    ) -> None:
+        """Makes executables on other threads, in this order; see `begin`. `waits` for all."""
+        pool = begin([self._table[key] for key in dict.fromkeys(keys)], num_threads)
         pool.shutdown(wait=waits)
         self._until_closed.callback(pool.shutdown, cancel_futures=True)
 
@@ -398,7 +410,7 @@ def _compile_copy(pages: KVPages, num_copies: int, backend: Backend, mesh: Devic
 
 
 def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend, mesh: DeviceMesh) -> Any:
-    blocks, contents = _shapes_of_swap(pages, num_blocks, mesh)
+    blocks, contents = shapes_of_swap(pages, num_blocks, mesh)
     gather = mesh.on_each(
         functools.partial(gather_blocks, backend=backend), (pages, None), contents
     )
@@ -406,25 +418,11 @@ def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend, mesh: Dev
 
 
 def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend, mesh: DeviceMesh) -> Any:
-    blocks, contents = _shapes_of_swap(pages, num_blocks, mesh)
+    blocks, contents = shapes_of_swap(pages, num_blocks, mesh)
     scatter = mesh.on_each(
         functools.partial(scatter_blocks, backend=backend), (pages, None, contents), pages
     )
     return compile_ahead(jax.jit(scatter, donate_argnums=0), pages, blocks, contents)
-
-
-def _shapes_of_swap(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
-    """Returns the shapes of the block ids and of the blocks' bytes.
-
-    Each device has the bytes of its own heads.
-    """
-    block_bytes = sum(
-        mesh.num_bytes_of_device(page) // page.shape[0] for page in jax.tree.leaves(pages)
-    )
-    contents = jax.ShapeDtypeStruct((num_blocks, block_bytes), jnp.uint8)
-    return mesh.whole(jax.ShapeDtypeStruct((num_blocks,), jnp.int32)), mesh.shapes_of_whole(
-        contents, 1
-    )
 
 
 def _get(stored: StoredExecutables | None, job: functools.partial[Any]) -> Any:
@@ -454,6 +452,7 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
         return (job.args[0], job.args[1]), 0
     pages = job.args[0]
     moves = {
+        compile_zeros: ((), pages),
         _compile_copy: ((pages, 0), pages),
         _compile_gather: ((pages, 0), 0),
         _compile_scatter: ((pages, 0, 0), pages),

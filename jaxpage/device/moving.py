@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.hardware.mesh import DeviceMesh
 from jaxpage.device.pages.kv_pages import KVPages
 
 
@@ -68,3 +69,17 @@ def _by_length(pages: KVPages) -> list[KVPages]:
     """Returns the layers in runs of equally many blocks, which can be moved in one call."""
     groups = itertools.groupby(pages, key=lambda layer: layer[0].shape[0])
     return [tuple(layers) for _, layers in groups]
+
+
+def shapes_of_swap(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
+    """Returns the shapes of the block ids and of the blocks' bytes.
+
+    Each device has the bytes of its own heads.
+    """
+    block_bytes = sum(
+        mesh.num_bytes_of_device(page) // page.shape[0] for page in jax.tree.leaves(pages)
+    )
+    contents = jax.ShapeDtypeStruct((num_blocks, block_bytes), jnp.uint8)
+    return mesh.whole(jax.ShapeDtypeStruct((num_blocks,), jnp.int32)), mesh.shapes_of_whole(
+        contents, 1
+    )

@@ -101,6 +101,7 @@ class StoredExecutables:
         self._is_tuned = devices[0].platform in TUNED_PLATFORMS
         self._lock = threading.Lock()
         self.num_found = 0
+        self._has_written = False
         self._is_full = False  # or cannot be written for another reason, which was logged
         # Each text is kept with its object, so that no other object gets the same id.
         self._texts: dict[int, tuple[Any, str]] = {}
@@ -127,6 +128,7 @@ class StoredExecutables:
                 path, payload, workspace_bytes, choices, trees, self._devices, compile_one
             )
         compiled = compile_one()
+        self._has_written = True
         try:
             _write(path, compiled, trees, choices_of(compiled) if self._is_tuned else "")
         except Exception as error:  # it is compiled again at the next start
@@ -142,16 +144,23 @@ class StoredExecutables:
             self._is_full = True
         return compiled
 
+    def has(self, compile_one: functools.partial[Any]) -> bool:
+        """Returns whether there is a file of what a call compiles, damaged or not."""
+        with self._lock:
+            path = self._path(compile_one)
+        return path is not None and path.exists()
+
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Switches JAX's own cache off, and tidies the directory at the end.
+        """Switches JAX's own cache off, and tidies the directory if something was written.
 
         An executable that comes from JAX's cache cannot be written as a file again: its functions
         are missing when it runs.
         """
         with without_compile_cache():
             yield
-        self._tidy()
+        if self._has_written:
+            self._tidy()
 
     def _tidy(self) -> None:
         """Deletes the files that were unused for the longest time, until the rest fits."""

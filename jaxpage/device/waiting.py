@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -35,6 +35,23 @@ class Waiting:
             if self._make is not None:
                 self._executable, self._make = self._make(), None
             return self._executable
+
+
+def begin(entries: Iterable[Any], num_threads: int | None = None) -> ThreadPoolExecutor:
+    """Begins to make what is waited for among entries of a table, in this order.
+
+    Args:
+        entries: The entries; those that are made already stay.
+        num_threads: The number of threads; None takes one for each core.
+
+    Returns:
+        The threads, which are to be shut down.
+    """
+    pool = ThreadPoolExecutor(num_threads or os.cpu_count() or 1, thread_name_prefix="executables")
+    for entry in entries:
+        if isinstance(entry, Waiting):
+            pool.submit(entry.result)
+    return pool
 
 
 def run_all(jobs: Jobs, progress: bool) -> dict[Bucket | str, Any]:

@@ -8,17 +8,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from jaxpage import assembly, receipts
 from jaxpage.assembly import (
     Built,
     BuiltModel,
-    describe_engine,
-    hash_model,
     load_given_weights,
     weights_for_waking,
 )
-from jaxpage.checkpoints.in_memory import Parameters
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle, PendingAnswer, Update
 from jaxpage.engine import (
@@ -49,21 +47,15 @@ from jaxpage.engine.texts import (
     truncation_of,
 )
 from jaxpage.errors import JaxpageError, UnsupportedError
-from jaxpage.images import PictureProcessor
 from jaxpage.outputs import Pooling, RequestOutput, TokenPooling
-from jaxpage.receipts import (
-    EngineFacts,
-    Generate,
-    Verification,
-    WeightFacts,
-    check_receiptable,
-    make_receipt,
-    parse_receipt,
-    verify,
-)
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.update import Mode
+
+if TYPE_CHECKING:
+    from jaxpage.checkpoints.in_memory import Parameters
+    from jaxpage.images import PictureProcessor
+    from jaxpage.receipts import EngineFacts, Generate, Verification, WeightFacts
 
 Params = SamplingParams | BeamSearchParams
 SLEEP_LEVELS = (1, 2)  # the weights are in the host's memory, or dropped
@@ -531,7 +523,7 @@ class Receipts:
         Raises:
             UnsupportedError: The engine's answers have no receipts.
         """
-        return describe_engine(self._built.model, self._built.spec, self._built.tokenizer)
+        return assembly.describe_engine(self._built.model, self._built.spec, self._built.tokenizer)
 
     def hash_weights(self) -> tuple[int, WeightFacts]:
         """Returns the version of the weights that are in use now, and their hashes.
@@ -545,7 +537,7 @@ class Receipts:
                 version, parameters = self._driver.wait(self._driver.call(_share_parameters))
                 built = self._built
                 about = built.model, built.spec, built.engine.packed, parameters
-                self._hashed = version, hash_model(*about, progress=self._progress)
+                self._hashed = version, assembly.hash_model(*about, progress=self._progress)
             return self._hashed
 
     def check(self, requests: Sequence[PreparedRequest]) -> None:
@@ -555,7 +547,7 @@ class Receipts:
             UnsupportedError: They can have none; the message says why.
         """
         for request in requests:
-            check_receiptable(
+            receipts.check_receiptable(
                 request.params,
                 has_adapter=request.lora is not None,
                 has_vectors=request.embedded is not None,
@@ -575,9 +567,9 @@ class Receipts:
             ReceiptError: It is no receipt, or has a version that is not known.
             UnsupportedError: The answers of this engine have no receipts.
         """
-        parsed = parse_receipt(receipt)
+        parsed = receipts.parse_receipt(receipt)
         _, weights = self.hash_weights()
-        return verify(parsed, self.facts, weights, self._built.max_model_len, generate)
+        return receipts.verify(parsed, self.facts, weights, self._built.max_model_len, generate)
 
     def make(
         self, handle: Handle, model: str, *, names_tensors: bool = True
@@ -602,7 +594,7 @@ class Receipts:
             )
         if not names_tensors:
             weights = weights.model_copy(update={"tensors": None})
-        return make_receipt(model, self.facts, weights, request, output)
+        return receipts.make_receipt(model, self.facts, weights, request, output)
 
 
 def _share_parameters(engine: Engine) -> tuple[int, Any]:

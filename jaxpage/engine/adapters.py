@@ -6,18 +6,21 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpage.checkpoints import Adapter, adapter_version, read_adapter
-from jaxpage.checkpoints.in_memory import make_adapter_from
+from jaxpage import checkpoints
+from jaxpage.checkpoints import in_memory
 from jaxpage.engine.batch_builder import NO_SLOTS
 from jaxpage.errors import ModelNotFoundError
 from jaxpage.models.parameters import LoRASpec
 from jaxpage.models.parameters import Path as LayerPath
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from jaxpage.checkpoints import Adapter
 
 # Writes A and B of a layer into a slot, or zeros for None. Slots count from 1.
 WriteLayer = Callable[[LayerPath, int, tuple[np.ndarray, np.ndarray] | None], None]
@@ -64,10 +67,10 @@ class Adapters:
         directory = directory_of(requested)
         with self._lock:
             known = self._read.get(requested.lora_path)
-        version = adapter_version(directory)
+        version = checkpoints.adapter_version(directory)
         if known is None or known[0] != version:
             # Without the lock: reading takes seconds, and other threads open adapters meanwhile.
-            known = version, read_adapter(directory, self.spec)
+            known = version, checkpoints.read_adapter(directory, self.spec)
         with self._lock:
             self._meant[requested.lora_int_id] = _meaning(requested)
             self._read[requested.lora_path] = known
@@ -90,7 +93,7 @@ class Adapters:
                 "updated has no lora_path"
             )
         self._check_number(requested)
-        return self._keep(requested, make_adapter_from(config, tensors, self.spec))
+        return self._keep(requested, in_memory.make_adapter_from(config, tensors, self.spec))
 
     def update_from(self, requested: LoRARequest, directory: Path) -> str:
         """Takes the numbers of an adapter without a path from files, which are read only now.
@@ -103,7 +106,7 @@ class Adapters:
         Raises:
             CheckpointError: The adapter does not fit the model; the message lists all problems.
         """
-        return self._keep(requested, read_adapter(directory, self.spec))
+        return self._keep(requested, checkpoints.read_adapter(directory, self.spec))
 
     def _keep(self, requested: LoRARequest, adapter: Adapter) -> str:
         with self._lock:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxpage.checkpoints import Adapter
-from jaxpage.decoding import Grammar
 from jaxpage.engine.texts.embedding import TextEmbedding
 from jaxpage.engine.thinking import for_prompt
 from jaxpage.errors import UnsupportedError
@@ -27,6 +25,10 @@ from jaxpage.step.aborted import AbortedRequest
 from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.request import LoRAAdapter, Request
 from jaxpage.step.thinking import ThinkingBudget
+
+if TYPE_CHECKING:
+    from jaxpage.checkpoints import Adapter
+    from jaxpage.decoding import Grammar
 
 Words = tuple[tuple[int, ...], ...]  # each word as its token ids
 

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpage.decoding import Grammar, GrammarCompiler, advance, masks_of
+from jaxpage.decoding import GrammarCompiler, advance, masks_of
 from jaxpage.device import Executables, Packings
 from jaxpage.device.inputs import Bucket
 from jaxpage.engine.adapters import Adapters
@@ -51,6 +51,9 @@ from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 from jaxpage.step.update import RUNNING_MODES, Mode, WeightsUpdate
+
+if TYPE_CHECKING:
+    from jaxpage.decoding import Grammar
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.decoding import hypothesis_score
+from jaxpage import decoding
 from jaxpage.outputs import (
     CompletionOutput,
     Logprob,
@@ -213,7 +213,7 @@ class Reporter:
         completions = []
         for sequence in cut_short or sequences:
             num_tokens = sequence.num_output_tokens
-            score = hypothesis_score(
+            score = decoding.hypothesis_score(
                 # A beam that was cut short before its first token would be divided by a power of 0.
                 sequence.cumulative_logprob,
                 max(num_tokens, 1),

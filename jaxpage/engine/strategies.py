@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpage.decoding import BeamStrategy, Grammar, MaskBudget, SamplingStrategy
+from jaxpage import decoding
+from jaxpage.decoding import MaskBudget, SamplingStrategy
 from jaxpage.engine.text import NoText, StreamDetokenizer
 from jaxpage.speculation import Speculator
 from jaxpage.step.events import Events
 from jaxpage.step.request import Request, SequenceGroup
 from jaxpage.step.strategy import Strategy
 
-NewStrategy = Callable[[SequenceGroup, Grammar | None], Strategy]
+if TYPE_CHECKING:
+    from jaxpage.decoding import Grammar
+
+NewStrategy = Callable[[SequenceGroup, "Grammar | None"], Strategy]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,9 @@ class DefaultStrategies:
         """Returns the strategy of a request and its compiled grammar, if it has one."""
         request = group.request
         if request.beam:
-            return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
+            return decoding.BeamStrategy(
+                request, group.reserved_ids, lambda: self._new_detokenizer(request)
+            )
         return SamplingStrategy(
             request, lambda: self._new_detokenizer(request), grammar, self.mask_budget
         )

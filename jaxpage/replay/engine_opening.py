@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.assembly import NO_HOOKS, Built, Hooks, build_engine
-from jaxpage.checkpoints import ModelFiles
-from jaxpage.checkpoints.in_memory import ModelConfig, Parameters, open_parameters
+from jaxpage.checkpoints import ModelFiles, in_memory
 from jaxpage.errors import UnsupportedError
 from jaxpage.prefix_store import PrefixFiles, PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new
@@ -62,8 +61,8 @@ def open_engine(
 
 
 def open_in_memory(
-    model: ModelConfig,
-    parameters: Parameters,
+    model: in_memory.ModelConfig,
+    parameters: in_memory.Parameters,
     tokenizer: Any | None,
     settings: EngineSettings,
     hooks: Hooks,
@@ -105,7 +104,7 @@ def open_in_memory(
             "event_log needs event_log_weights=True with from_parameters: without the weights next "
             "to the log a replay could not find them"
         )
-    files = open_parameters(model, parameters, config.quantization, may_alias=may_alias)
+    files = in_memory.open_parameters(model, parameters, config.quantization, may_alias=may_alias)
     return config, open_engine(config, hooks, files=files, tokenizer=tokenizer_of_model)
 
 

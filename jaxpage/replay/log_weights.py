@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxpage.assembly import Built, check_replaceable, checkpoint_parts, weights_on_device
-from jaxpage.checkpoints import ModelFiles, with_weights_of
-from jaxpage.checkpoints.in_memory import name_parameters
+from jaxpage.checkpoints import ModelFiles, in_memory, with_weights_of
 from jaxpage.errors import CheckpointError, EventLogError
 from jaxpage.replay.log_header import weights_hash
 from jaxpage.replay.log_vectors import weights_of_log
@@ -92,7 +91,7 @@ def _keep(built: Built, weights: Mapping[str, Any], directory: Path) -> None:
     arrays = {
         name: np.ascontiguousarray(array)
         for plan, part in checkpoint_parts(files, built.spec, built.engine.packed, weights)
-        for name, array in name_parameters(plan, part).items()
+        for name, array in in_memory.name_parameters(plan, part).items()
     }
     unfinished = path.with_suffix(".unfinished")
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,6 +30,8 @@ class FlagAnswer(NamedTuple):
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
+    import tomllib
+
     with Path(__file__).with_suffix(".toml").open("rb") as file:
         return tomllib.load(file)
 

@@ -212,6 +212,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/checkpoints/tokenizers/stored_tokenizers.py",
         "jaxpage.checkpoints.tokenizers.tokenizer_files",
     ): "transformers takes a second to import, and stored tokenizers need none of it",
+    (
+        "jaxpage/assembly/planning/drafting.py",
+        "jaxpage.assembly.planning.drafters",
+    ): "the files of all kinds of drafters take long to import, and most engines have none",
     ("jaxpage/checkpoints/gguf/types.py", "gguf"): "a model in another format needs none of it",
     (
         "jaxpage/checkpoints/orbax_files.py",
@@ -225,6 +229,14 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "pallas_kernels/sets/tpu.py",
         "jax.experimental.pallas.ops.tpu.ragged_paged_attention",
     ): "it brings Pallas for TPUs, and most machines have none",
+    (
+        "jaxpage/decoding/grammar_compiler.py",
+        "*",
+    ): "llguidance is imported for the first grammar, and most texts have none",
+    (
+        "jaxpage/settings/from_vllm.py",
+        "tomllib",
+    ): "the table is read for names that jaxpage does not have",
     ("jaxpage/cli/chat.py", "*"): "a pipe needs no line editor, and a wrong flag no jax",
     ("jaxpage/cli/conversation.py", "jaxpage.images"): "a text needs no Pillow",
     (

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxpage.assembly.planning.drafted_engine import DraftedEngine, DrafterFiles, tree_shape
 from jaxpage.checkpoints import LoadPlan, ModelFiles, load_weights, open_model
 from jaxpage.checkpoints.drafters import (
     EAGLE_FILES,
@@ -38,13 +38,11 @@ from jaxpage.device import Packings
 from jaxpage.device.drafters import (
     AssistantDrafter,
     Choice,
-    DeviceDrafter,
     HeadDrafter,
     ModelDrafter,
     TopIdsDrafter,
     TreeShape,
 )
-from jaxpage.device.hardware import Backend
 from jaxpage.device.inputs import BucketMenu
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
@@ -61,79 +59,6 @@ from jaxpage.speculation import NUM_RECYCLED, Choices, assume_accuracies, choice
 
 logger = logging.getLogger(__name__)
 
-# EAGLE-2 grows trees of 60 drafts, 10 branches and depth 6 for the largest models. Smaller trees
-# have fewer branches.
-DEEPEST_TREE = 6
-MAX_BRANCHES = 8
-
-
-@dataclass(frozen=True)
-class DraftedEngine:
-    """Tells a drafter of the engine that it drafts for.
-
-    Attributes:
-        dtype: The type of weights and activations.
-        sharding: The division of the target over devices.
-        kernels: The kernel set; None if the device is not at hand.
-        menu: The shapes of the steps.
-        layer_groups: The cache group of each layer, the target's layers first.
-        num_blocks: The number of blocks on the device (P), for each cache group.
-        acceptance: The name of the rule by which drafts are accepted.
-    """
-
-    dtype: str
-    sharding: Sharding
-    kernels: Backend | None
-    menu: BucketMenu
-    layer_groups: tuple[int, ...]
-    num_blocks: tuple[int, ...]
-    acceptance: str
-
-    def pack(self, module: nnx.Module) -> Packings:
-        """Puts layers with weights in panels into a module, where the kernels multiply by such.
-
-        Returns:
-            What `pack_modules` returns.
-        """
-        return {} if self.kernels is None else self.kernels.pack_modules(module)
-
-
-class DrafterFiles(Protocol):
-    """Holds a drafter that fits its target; only headers were read, and nothing is on a device."""
-
-    @property
-    def kvs(self) -> tuple[KVSpec, ...]:
-        """Returns the KV caches of its own layers, which follow the target's in every block."""
-        ...
-
-    @property
-    def plan_in_model(self) -> LoadPlan | None:
-        """Returns the tensors of the model's checkpoint that fill its weights, if any do."""
-        ...
-
-    def depths(self, menu: BucketMenu) -> Sequence[int]:
-        """Returns the values of `StepPlan.draft_depth` to choose from.
-
-        There are none if the drafter costs so little that it always runs.
-        """
-        ...
-
-    def num_bytes(self, dtype: str) -> int:
-        """Returns the bytes of its own weights."""
-        ...
-
-    def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
-        """Returns its own parameters, each one `put(array)`."""
-        ...
-
-    def find_packings(self, engine: DraftedEngine) -> Packings:
-        """Returns which of its weights this engine has in panels."""
-        ...
-
-    def make(self, engine: DraftedEngine) -> DeviceDrafter:
-        """Returns the drafter for this engine."""
-        ...
-
 
 @dataclass(frozen=True)
 class HeadFiles:
@@ -143,6 +68,8 @@ class HeadFiles:
     choices: Choices
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
     plan_in_model: ClassVar[LoadPlan | None] = None
+    aux_layers: ClassVar[tuple[int, ...] | None] = None
+    reads_target: ClassVar[bool] = False
 
     def depths(self, menu: BucketMenu) -> Sequence[int]:
         """Returns the one depth: the heads draft for all places at once."""
@@ -186,6 +113,8 @@ class NoFiles:
     vocab_size: int
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
     plan_in_model: ClassVar[LoadPlan | None] = None
+    aux_layers: ClassVar[tuple[int, ...] | None] = None
+    reads_target: ClassVar[bool] = False
 
     def depths(self, menu: BucketMenu) -> Sequence[int]:
         """Returns no depths, since the most likely tokens are always taken."""
@@ -227,6 +156,7 @@ class ModelDrafterFiles:
     num_bytes: Callable[[str], int]
     load: Callable[..., dict[str, Any]]
     plan_in_model: LoadPlan | None = None
+    reads_target: ClassVar[bool] = False
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
@@ -295,6 +225,8 @@ class PlannedAssistant:
     load: Callable[..., dict[str, Any]]
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
     plan_in_model: ClassVar[LoadPlan | None] = None
+    aux_layers: ClassVar[tuple[int, ...] | None] = None
+    reads_target: ClassVar[bool] = True
 
     def depths(self, menu: BucketMenu) -> Sequence[int]:
         """Returns how many places ahead it can draft."""
@@ -311,20 +243,6 @@ class PlannedAssistant:
         engine.pack(module)
         graph = abstract(module)[0]
         return AssistantDrafter(graph, engine.layer_groups, shape, _choice(engine, shape))
-
-
-def tree_shape(menu: BucketMenu) -> TreeShape:
-    """Returns how deep and wide a drafter drafts for these step shapes.
-
-    It has one branch unless the shapes take trees.
-    """
-    max_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
-    max_rows = max(bucket.num_rows for bucket in menu.verify)
-    if not any(bucket.trees for bucket in menu.verify):
-        return TreeShape(max_drafts, 1, max_rows)
-    return TreeShape(
-        min(max_drafts, DEEPEST_TREE), min(MAX_BRANCHES, 1 + math.isqrt(max_drafts)), max_rows
-    )
 
 
 def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:

@@ -10,14 +10,8 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxpage.assembly.planning.drafters import (
-    DraftedEngine,
-    DrafterFiles,
-    ModelDrafterFiles,
-    PlannedAssistant,
-    open_drafter,
-    tree_shape,
-)
+from jaxpage import speculation
+from jaxpage.assembly.planning.drafted_engine import DraftedEngine, DrafterFiles, tree_shape
 from jaxpage.checkpoints import LoadPlan, ModelFiles
 from jaxpage.device import Packings
 from jaxpage.device.inputs import BucketMenu
@@ -27,15 +21,7 @@ from jaxpage.layers.sharding import Sharding
 from jaxpage.models import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.speculative_methods import AUTO
-from jaxpage.speculation import (
-    Controller,
-    DraftedModel,
-    DrafterSync,
-    NoSpeculation,
-    ProposingSpeculator,
-    Speculator,
-    make_proposer,
-)
+from jaxpage.speculation import NoSpeculation, Speculator
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.strategy import Strategy
 
@@ -69,8 +55,7 @@ class Drafting:
     @property
     def num_following(self) -> int:
         """Returns `PrefixIndex.num_following`: 1 if the drafter takes hidden states."""
-        drafter = self.drafter
-        return int(isinstance(drafter, ModelDrafterFiles) and drafter.aux_layers is not None)
+        return int(self.drafter is not None and self.drafter.aux_layers is not None)
 
     @property
     def may_be_off(self) -> bool:
@@ -95,7 +80,7 @@ class Drafting:
         """
         if self.config is None or self.plan_in_model is None:
             return self
-        return replace(self, drafter=open_drafter(self.config, target))
+        return replace(self, drafter=_open_drafter(self.config, target))
 
     def check_sharding(self, sharding: Sharding) -> None:
         """Checks that the drafter can draft for a target that is divided like this.
@@ -103,7 +88,7 @@ class Drafting:
         Raises:
             UnsupportedError: It reads the pages of the target, and they are divided.
         """
-        if isinstance(self.drafter, PlannedAssistant) and sharding.is_divided:
+        if self.drafter is not None and self.drafter.reads_target and sharding.is_divided:
             raise UnsupportedError(
                 "speculative_config.model is an assistant of Gemma 4, which reads the keys and "
                 f"values of a whole model, and this one is divided into {sharding.num_shards} "
@@ -178,8 +163,8 @@ class Drafting:
         """
         if self.config is None:
             return NoSpeculation()
-        proposer = make_proposer(
-            self.config, DraftedModel(vocab_size, getattr(self.drafter, "choices", ()))
+        proposer = speculation.make_proposer(
+            self.config, speculation.DraftedModel(vocab_size, getattr(self.drafter, "choices", ()))
         )
         controller = sync = None
         has_kv = bool(self.kvs)
@@ -187,10 +172,10 @@ class Drafting:
         if self.config.num_speculative_tokens == "auto":
             unit = proposer.num_together
             warm_up = proposer.warm_up_steps
-            controller = Controller(limits, unit=unit, warm_up=warm_up, depths=depths)
+            controller = speculation.Controller(limits, unit=unit, warm_up=warm_up, depths=depths)
         if depths:
-            sync = DrafterSync(limits, controller, block_size=block_size, has_kv=has_kv)
-        return ProposingSpeculator(
+            sync = speculation.DrafterSync(limits, controller, block_size=block_size, has_kv=has_kv)
+        return speculation.ProposingSpeculator(
             proposer,
             limits,
             controller,
@@ -218,7 +203,13 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
         )
     if config.method == "auto":
         return _open_auto(config, target)
-    return Drafting(config, open_drafter(config, target))
+    return Drafting(config, _open_drafter(config, target))
+
+
+def _open_drafter(config: SpeculativeConfig, target: ModelFiles) -> DrafterFiles | None:
+    from jaxpage.assembly.planning.drafters import open_drafter
+
+    return open_drafter(config, target)
 
 
 def _open_auto(config: SpeculativeConfig, target: ModelFiles) -> Drafting:
@@ -228,7 +219,7 @@ def _open_auto(config: SpeculativeConfig, target: ModelFiles) -> Drafting:
     for method in tried:
         chosen = config.model_copy(update={"method": method})
         try:
-            drafting = Drafting(chosen, open_drafter(chosen, target))
+            drafting = Drafting(chosen, _open_drafter(chosen, target))
         except (CheckpointError, UnsupportedError) as error:
             reasons.append(str(error))
         else:
@@ -236,4 +227,4 @@ def _open_auto(config: SpeculativeConfig, target: ModelFiles) -> Drafting:
             return drafting
     logger.info("speculative_config: method 'auto' is %r: %s", last, "; ".join(reasons))
     chosen = config.model_copy(update={"method": last})
-    return Drafting(chosen, open_drafter(chosen, target))
+    return Drafting(chosen, _open_drafter(chosen, target))

@@ -16,7 +16,7 @@ from jaxpage.assembly.planning import encoders
 from jaxpage.assembly.planning.cache_groups import CacheGroup, cache_groups, group_of_layers
 from jaxpage.assembly.planning.capacity import plan_memory
 from jaxpage.assembly.planning.described import Described, ModelLayout
-from jaxpage.assembly.planning.drafters import DraftedEngine
+from jaxpage.assembly.planning.drafted_engine import DraftedEngine
 from jaxpage.assembly.planning.layer_kinds import (
     check_batch_invariant,
     check_recurrent,

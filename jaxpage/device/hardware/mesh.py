@@ -152,12 +152,7 @@ class DeviceMesh:
 
         One call makes all of them: a call for each array takes up to ten times as long.
         """
-        leaves, tree = jax.tree.flatten(shapes)
-        # Shapes without places, which are in `places`, so that equal ones are one key of the cache.
-        alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
-        sharding = SingleDeviceSharding(self.first)
-        places = tuple(sharding if self.size == 1 else shape.sharding for shape in leaves)
-        return jax.tree.unflatten(tree, _zeros(alike, places)())
+        return compile_zeros(shapes, self)()
 
     def zero_shards(
         self, parts: Sequence[tuple[tuple[int, ...], bool]], dtype: Any
@@ -173,7 +168,8 @@ class DeviceMesh:
             self.shapes_of_whole(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None)
             for shape, is_divided in parts
         ]
-        arrays: list[jax.Array] = self.zeros(shapes)
+        # To make nothing would be compiled, too.
+        arrays: list[jax.Array] = self.zeros(shapes) if shapes else []
         return arrays
 
     def on_each(
@@ -203,18 +199,25 @@ class DeviceMesh:
         )
 
 
-@functools.cache
-def _zeros(
-    shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]
-) -> Callable[[], list[jax.Array]]:
-    """Returns a function that makes zeros, compiled once for the same shapes.
+def compile_zeros(shapes: Any, mesh: DeviceMesh) -> Any:
+    """Returns the executable that makes what `DeviceMesh.zeros` returns, and takes nothing."""
+    leaves, tree = jax.tree.flatten(shapes)
+    # Shapes without places, which are in `places`, so that equal ones are one key of the cache.
+    alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
+    sharding = SingleDeviceSharding(mesh.first)
+    places = tuple(sharding if mesh.size == 1 else shape.sharding for shape in leaves)
+    return _compile_zeros(tree, alike, places)
 
-    A pool that is lost is made again in service, where nothing may be compiled.
-    """
-    return jax.jit(
-        lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes],
-        out_shardings=list(places),
+
+@functools.cache
+def _compile_zeros(
+    tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]
+) -> Any:
+    make_zeros = jax.jit(
+        lambda: tree.unflatten([jnp.zeros(shape.shape, shape.dtype) for shape in shapes]),
+        out_shardings=tree.unflatten(places),
     )
+    return make_zeros.lower().compile()
 
 
 def _spec(axis: int) -> PartitionSpec:

@@ -9,15 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from jaxpage import images
 from jaxpage.engine.vector_sources import NO_PICTURES
 from jaxpage.errors import UnsupportedError
-from jaxpage.images import (
-    PICTURE_TYPES,
-    PictureProcessor,
-    parts_of_content,
-    picture_in,
-    takes_parts_alone,
-)
 
 FORMS = (
     "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, "
@@ -114,7 +108,7 @@ def chat_prompt(
     messages: Any,
     tools: Sequence[Any] | None,
     variables: Mapping[str, Any],
-    processor: PictureProcessor | None = None,
+    processor: images.PictureProcessor | None = None,
 ) -> dict[str, Any]:
     """Returns the prompt of a conversation, by the chat template; see `LLM.chat_prompt`.
 
@@ -147,9 +141,10 @@ def chat_prompt(
     ]:
         raise ValueError(f"chat_template_kwargs cannot have {', '.join(options)}")
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
-    if processor is not None and takes_parts_alone(template):
+    if processor is not None and images.takes_parts_alone(template):
         messages = [
-            {**message, "content": parts_of_content(message.get("content"))} for message in messages
+            {**message, "content": images.parts_of_content(message.get("content"))}
+            for message in messages
         ]
     requested = [*(["tools"] if tools else []), *variables]
     if unknown := [
@@ -204,8 +199,8 @@ def _join_parts(content: Sequence[Any], pictures: list[Any]) -> Any:
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in PICTURE_TYPES:
-            pictures.append(picture_in(part))
+        if kind in images.PICTURE_TYPES:
+            pictures.append(images.picture_in(part))
             parts.append({"type": "image"})
         elif kind == "text" and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
