@@ -155,9 +155,7 @@ def _target_step(
     model, hidden_TD, pages, states = _run_model(
         parameters, pages, inputs, bucket, options, vectors, routes
     )
-    local_RU = _logits_to_draw_from(
-        model, hidden_TD, inputs, options, num_drawn=inputs.flags[Flags.DRAWN], divided=True
-    )
+    local_RU = _logits_to_draw_from(model, hidden_TD, inputs, options, divided=True)
     logits = Logits(local_RU, options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
         token_ids_R, paths, drawn, masks = _draw(logits, inputs, processor_inputs, bucket, options)
@@ -323,26 +321,14 @@ def _scope(
 
 
 def _logits_to_draw_from(
-    model: Any,
-    hidden_TD: jax.Array,
-    inputs: StepInputs,
-    options: StepOptions,
-    *,
-    num_drawn: jax.Array | None = None,
-    divided: bool = False,
+    model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions, *, divided: bool
 ) -> jax.Array:
-    """Returns the logits [R, V] of the tokens to draw from.
+    """Returns the logits [R, V] of the tokens to draw from; those of padding are of no use.
 
-    Args:
-        model: The model.
-        hidden_TD: The hidden states.
-        inputs: The step's metadata.
-        options: The constants.
-        num_drawn: The number of draws, which those of padding follow; None says that all count.
-        divided: Each device has its part of the logits, where the model is divided.
+    With `divided`, each device has its part of them, where the model is divided.
     """
     rows_R = inputs.draws.drawn_token_R
-    padding = None if num_drawn is None else Padding(len(rows_R), num_drawn)
+    padding = Padding(len(rows_R), inputs.flags[Flags.DRAWN])
     scope = _scope(options, inputs.lora_slot_T[rows_R], padding=padding, divided=divided)
     return _logits(model, hidden_TD[rows_R], scope)
 
@@ -408,7 +394,7 @@ def logits_step(
     model, hidden_TD, pages, _ = _run_model(
         parameters["target"], pages, inputs, bucket, options, vectors
     )
-    return _logits_to_draw_from(model, hidden_TD, inputs, options), pages + own_pages
+    return _logits_to_draw_from(model, hidden_TD, inputs, options, divided=False), pages + own_pages
 
 
 def pool_step(

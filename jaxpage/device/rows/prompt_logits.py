@@ -17,7 +17,7 @@ from jaxpage.device.embedder import pack_chunk
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.hardware.mesh import make_mesh
 from jaxpage.device.inputs.buckets import Bucket
-from jaxpage.device.inputs.step_inputs import TableShape, unpack, views
+from jaxpage.device.inputs.step_inputs import Flags, TableShape, unpack, views
 from jaxpage.device.pages.kv_pages import KVPages, page_shapes
 from jaxpage.device.steps import StepOptions, logits_step
 from jaxpage.models import ModelSpec
@@ -79,7 +79,9 @@ def logits_of_prompt(
     for start in range(0, len(token_ids), STEP_TOKENS):
         part = token_ids[start : start + STEP_TOKENS]
         packed = pack_chunk(part, start, _BUCKET, tables, block_size)
-        views(packed, _BUCKET, tables)["drawn_token_R"][:] = np.arange(STEP_TOKENS)
+        fields = views(packed, _BUCKET, tables)
+        fields["drawn_token_R"][:] = np.arange(STEP_TOKENS)
+        fields["flags"][Flags.DRAWN] = len(part)
         logits_TV, pages = compiled(parameters, pages, packed)
         rows.append(np.asarray(logits_TV)[: len(part)])
     return np.concatenate(rows)

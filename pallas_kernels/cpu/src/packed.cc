@@ -856,7 +856,7 @@ void multiply_nibbles_of_one_row(const Packed& p, int64_t row, int64_t panel,
     const auto add = [&](auto is_whole, int64_t i) {
       add_nibbles<is_whole>(rows.halves + i * 2, codes + i / 2 * kOutputsOfPanel, end - i, sums);
     };
-    // As a rule a part has so many inputs, and its sums stay in registers then.
+    // Most parts have so many inputs, and their sums stay in registers then.
     if (end - first == kInputsOfSum) add(std::true_type(), first);
     else
       for (int64_t i = first; i < end; i += kInputsOfSum) {
