@@ -231,10 +231,10 @@ def test_no_greedy_step_gathers_a_row_of_logits(directory, num_devices, monkeypa
     # Of the sums of all layers: 4 shards of 64 columns.
     assert 0 < maximum < row_bytes
     scope = steps._scope
-    monkeypatch.setattr(
-        steps,
-        "_scope",
-        lambda options, slots, *, divided=False, **other: scope(options, slots, **other),
-    )
+
+    def undivided(*inputs: Any, divided_logits: bool = False, **settings: Any) -> Any:
+        return scope(*inputs, **settings)
+
+    monkeypatch.setattr(steps, "_scope", undivided)
     maximum, row_bytes = gather_bytes()
     assert maximum >= row_bytes

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +148,6 @@ def _target_step(
     options: StepOptions,
     vectors: jax.Array | None = None,
 ) -> tuple[StepOutput, TargetStep, KVPages]:
-    by_row = options.sample_by_row
     backend = options.attention_backend
     routes = Routes()
     model, hidden_TD, pages, states = _run_model(
@@ -173,7 +171,7 @@ def _target_step(
         inputs._replace(last_seen_T=inputs.last_seen_T[:0]),  # a drafter looks back alone
         bucket,
         backend,
-        by_row,
+        options.sample_by_row,
         hidden_TD,
         states,
         logits,
@@ -309,15 +307,14 @@ def _multi_step(
 
 
 def _scope(
-    options: StepOptions,
-    lora_slot_T: jax.Array,
-    *,
-    padding: Padding | None = None,
-    divided: bool = False,
+    options: StepOptions, lora_slot_T: jax.Array, padding: Padding | None = None, **settings: Any
 ) -> TraceScope:
-    """Returns what the model's layers take in a pass over tokens with adapters in these slots."""
+    """Returns what the model's layers take in a pass over tokens with adapters in these slots.
+
+    The settings are attributes of `TraceScope`.
+    """
     kernels = make_layer_kernels(options.attention_backend, padding)
-    return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
+    return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), **settings)
 
 
 def _logits_to_draw_from(
@@ -329,7 +326,7 @@ def _logits_to_draw_from(
     """
     rows_R = inputs.draws.drawn_token_R
     padding = Padding(len(rows_R), inputs.flags[Flags.DRAWN])
-    scope = _scope(options, inputs.lora_slot_T[rows_R], padding=padding, divided=divided)
+    scope = _scope(options, inputs.lora_slot_T[rows_R], padding, divided_logits=divided)
     return _logits(model, hidden_TD[rows_R], scope)
 
 
@@ -339,7 +336,8 @@ def _logits(model: Any, hidden_BD: jax.Array, scope: TraceScope) -> jax.Array:
     A family may multiply by linear layers here, too, which take the rows' adapters (OPT-350m).
     """
     with scope.open():
-        return cast(jax.Array, model.logits(hidden_BD))
+        logits_BV: jax.Array = model.logits(hidden_BD)
+        return logits_BV
 
 
 def _score(
@@ -463,8 +461,8 @@ def _run_model(
         axes_AT=inputs.rotary_AT,
         deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
     )
-    padding = Padding(len(inputs.token_ids_T), inputs.query_start[-1])
-    with replace(_scope(options, inputs.lora_slot_T, padding=padding), routes=routes).open():
+    padding = Padding(bucket.num_tokens, inputs.query_start[-1])
+    with _scope(options, inputs.lora_slot_T, padding, routes=routes).open():
         hidden_TD, of_layers, states = model(
             inputs.token_ids_T, by_layer(pages, options.sharding), context
         )
