@@ -65,12 +65,12 @@ class Target(NamedTuple):
 
 def targets() -> Iterator[Target]:
     """Yields all instruction sets: those of this machine's kind first."""
-    own, has = build.instruction_sets(), build.processor_flags()
-    for name, (needed, flags) in own.items():
+    sets, has = build.instruction_sets(), build.processor_flags()
+    for name, (needed, flags) in sets.items():
         lacking = " ".join(sorted(needed - has))
         reason = f"this processor lacks {lacking}" if lacking else None
         yield Target(name, flags, build.compiler(), (), reason)
-    if own is build.X86:
+    if sets is build.X86:
         lacking = " ".join(tool for tool in (CROSS_COMPILER, EMULATOR) if not shutil.which(tool))
         reason = f"there is no {lacking}" if lacking else None
         compiler = [CROSS_COMPILER] if shutil.which(CROSS_COMPILER) else []
