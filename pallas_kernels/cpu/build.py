@@ -47,12 +47,13 @@ def instruction_sets() -> dict[str, tuple[set[str], tuple[str, ...]]]:
 
 def instruction_set() -> tuple[str, Sequence[str]] | None:
     """Returns the best instruction set of this machine, and the compiler's flags for it."""
-    has = _processor_flags()
+    has = processor_flags()
     sets = instruction_sets().items()
     return next(((name, flags) for name, (needed, flags) in sets if needed <= has), None)
 
 
-def _processor_flags() -> set[str]:
+def processor_flags() -> set[str]:
+    """Returns the instruction sets that /proc/cpuinfo names; none where there is no such file."""
     try:
         return set(
             Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
