@@ -168,7 +168,10 @@ class Product {
     }
     x_.set(7 * c.num_in + 30, NAN);
     Packed& p = packed_;
-    p.type = c.type, p.num_in = c.num_in, p.num_out = c.num_out, p.out_is_float = c.out == kF32;
+    p.type = c.type;
+    p.num_in = c.num_in;
+    p.num_out = c.num_out;
+    p.out_is_float = c.out == kF32;
     p.activation = c.activation;
     if (c.activation != Activation::kNone) p.bias = bias_.floats();
     const int64_t numbers = c.code < 0 ? 4 / size_of(c.type) : 2;
@@ -191,7 +194,9 @@ class Product {
     for (int64_t output = 0; output < c.num_out; ++output) scale_row_.push_back(output % 3);
     if (c.extra == kSharedScales) p.scale_row = scale_row_.data();
     p.scale_type = c.scale_type;
-    p.is_coded = c.code >= 0, p.code = static_cast<CodeFormat>(c.code), p.group_size = c.group_size;
+    p.is_coded = c.code >= 0;
+    p.code = static_cast<CodeFormat>(c.code);
+    p.group_size = c.group_size;
   }
 
   void check() const {
@@ -240,13 +245,16 @@ class Product {
     Packed p = packed_;
     std::vector<float> wide(count * c_.num_in, NAN), scales(count);
     std::vector<int32_t> sums(count);
-    p.num_rows = count, p.instructions = instructions;
+    p.num_rows = count;
+    p.instructions = instructions;
     p.x = x_.at(first * c_.num_in);
     if (c_.x_type == kBF16 && (c_.code >= 0 ? !instructions : c_.type == kI8)) {
       p.narrow = static_cast<const uint16_t*>(p.x);
       p.x = wide.data();
     }
-    p.words = p.x, p.row_scale = scales.data(), p.row_sum = sums.data();
+    p.words = p.x;
+    p.row_scale = scales.data();
+    p.row_sum = sums.data();
     const int64_t bytes = kPacked.bytes_of_row(p);
     std::vector<char> words(bytes * count + 64, '\xff');
     if (bytes) p.words = words.data();
@@ -303,28 +311,42 @@ void check_rows(Type type, int64_t width) {
   const Array added = random_array(type, x.count()), scale = random_array(type, width);
   Array cos = random_array(kF32, kNumRows * width / 2), sin = random_array(kF32, cos.count());
   Rows p{};
-  p.type = p.scale_type = type, p.width = width, p.x = x.at(0), p.epsilon = 1e-5f, p.offset = 1;
+  p.type = p.scale_type = type;
+  p.width = width;
+  p.x = x.at(0);
+  p.epsilon = 1e-5f;
+  p.offset = 1;
   const auto check = [&](const std::string& name, void (*kernel)(const Rows&, int64_t),
                          int64_t num_rows) {
     Array out(type, num_rows * width), sum = out, keys = out, values = out;
-    p.out = out.at(0), p.sum = sum.at(0), p.keys = keys.at(0), p.values = values.at(0);
+    p.out = out.at(0);
+    p.sum = sum.at(0);
+    p.keys = keys.at(0);
+    p.values = values.at(0);
     for (int64_t row = 0; row < num_rows; ++row) kernel(p, row);
     uint64_t hash = hash_of(out);
     for (const Array* each : {&sum, &keys, &values}) hash = hash_of(*each, 0, each->count(), hash);
     report(name + " of " + name_of(type) + ", width " + std::to_string(width), hash);
   };
-  p.activation = Activation::kSilu, check("SiLU", kRows.gate, kNumRows);
-  p.activation = Activation::kGelu, check("GELU", kRows.gate, kNumRows);
-  p.activation = Activation::kGeluTanh, check("GELU (tanh)", kRows.gate, kNumRows);
-  p.scale = scale.at(0), p.bias = added.at(0);
+  p.activation = Activation::kSilu;
+  check("SiLU", kRows.gate, kNumRows);
+  p.activation = Activation::kGelu;
+  check("GELU", kRows.gate, kNumRows);
+  p.activation = Activation::kGeluTanh;
+  check("GELU (tanh)", kRows.gate, kNumRows);
+  p.scale = scale.at(0);
+  p.bias = added.at(0);
   check("RMS norm", kRows.rms_norm, kNumRows);
   check("layer norm", kRows.layer_norm, kNumRows);
   p.added = added.at(0);
   check("sum", kRows.add, kNumRows);
   check("sum and RMS norm", kRows.rms_norm, kNumRows);
   check("sum and layer norm", kRows.layer_norm, kNumRows);
-  p.cos = cos.floats(), p.sin = sin.floats(), p.num_pairs = width / 2 - 3;
-  p.num_heads = kHeads, p.num_keys = kKeys;
+  p.cos = cos.floats();
+  p.sin = sin.floats();
+  p.num_pairs = width / 2 - 3;
+  p.num_heads = kHeads;
+  p.num_keys = kKeys;
   check("rotation", kRows.rotate, kNumRows * kAll);
 }
 
@@ -353,19 +375,31 @@ class AttentionStep {
         sinks_(random_array(kF32, c.num_heads, 4)),
         slopes_(random_array(kF32, c.num_heads, 0.5f)) {
     Attention& a = a_;
-    a.query_type = c.q_type, a.page_type = c.page_type;
-    a.q = q_.at(0), a.k_new = k_new_.at(0), a.k_pages = k_.at(0);
+    a.query_type = c.q_type;
+    a.page_type = c.page_type;
+    a.q = q_.at(0);
+    a.k_new = k_new_.at(0);
+    a.k_pages = k_.at(0);
     a.v_new = c.value_width ? nullptr : v_new_.at(0);
     a.v_pages = c.value_width ? a.k_pages : v_.at(0);
     if (size_of(c.page_type) == 1) a.k_scale = k_scale_.floats();
     if (a.k_scale) a.v_scale = c.value_width ? a.k_scale : v_scale_.floats();
-    a.num_tokens = kTokens, a.num_rows = 4, a.head_dim = c.width;
-    a.num_heads = c.num_heads, a.num_kv_heads = c.num_kv_heads;
+    a.num_tokens = kTokens;
+    a.num_rows = 4;
+    a.head_dim = c.width;
+    a.num_heads = c.num_heads;
+    a.num_kv_heads = c.num_kv_heads;
     a.value_width = c.value_width ? c.value_width : c.width;
-    a.num_slots = kSlots, a.block_size = kBlock, a.table_width = kTable, a.mask_width = kChunk;
+    a.num_slots = kSlots;
+    a.block_size = kBlock;
+    a.table_width = kTable;
+    a.mask_width = kChunk;
     a.scale = 4 / std::sqrt(static_cast<float>(c.width));
-    a.softcap = c.softcap, a.window = c.window, a.chunk = c.chunk;
-    a.context_len = kContexts, a.query_start = kStarts;
+    a.softcap = c.softcap;
+    a.window = c.window;
+    a.chunk = c.chunk;
+    a.context_len = kContexts;
+    a.query_start = kStarts;
     if (c.has_sinks) a.sinks = sinks_.floats();
     if (c.has_slopes) a.slopes = slopes_.floats();
     if (c.has_nan) v_new_.set((kStarts[3] - 1) * c.num_kv_heads * c.width + 3, NAN);
