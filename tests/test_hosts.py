@@ -795,12 +795,13 @@ def answers_of(url: str, **requested: Any) -> list[tuple[list[int], list[float]]
 
 
 JOINS = """
-import os, signal, sys
+import os, signal, sys, time
 from jaxpage.serving.hosts.processes import join_processes
 rank = int(sys.argv[2])
 join_processes(sys.argv[1], 2, rank, 120, 10)
 if rank:
     os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1)  # or JAX may end rank 1, which may join later, before it ends itself
 sys.exit("rank 1 has ended")
 """
 
