@@ -91,7 +91,7 @@ def pack_modules(module: nnx.Module) -> Packings:
         if isinstance(each, Codes):
             each.in_panels = True
             if getattr(each, "int8_inputs", False):
-                # Their scales are no longer than a row of outputs, and stay as they are.
+                # An output has one scale, so that scales need no panels.
                 note((*path, "kernel"), each.kernel, packed.NUMBERS["int8"])
                 return None
             note((*path, "kernel"), each.kernel, 1)

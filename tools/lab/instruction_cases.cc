@@ -22,13 +22,6 @@
 extern "C" int jaxpage_instructions(bool of_int8);
 
 namespace jaxpage {
-namespace JAXPAGE_ISA {
-extern const BidirectionalKernels kBidirectional;
-extern const Kernels kKernels;
-extern const PackedKernels kPacked;
-extern const RowKernels kRows;
-}  // namespace JAXPAGE_ISA
-
 namespace {
 
 using namespace JAXPAGE_ISA;

@@ -1,4 +1,4 @@
-"""Says what a drafter is told of its engine, and what the engine asks of a drafter's files."""
+"""Describes an engine to its drafter, and the files of a drafter to the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DraftedEngine:
     Attributes:
         dtype: The type of weights and activations.
         sharding: The division of the target over devices.
-        kernels: The kernel set; None if the device is not at hand.
+        kernels: The kernel set; None if this machine lacks the device.
         menu: The shapes of the steps.
         layer_groups: The cache group of each layer, the target's layers first.
         num_blocks: The number of blocks on the device (P), for each cache group.

@@ -54,4 +54,8 @@ struct Kernels {
                        int64_t kv_head);
 };
 
+namespace JAXPAGE_ISA {
+extern const Kernels kKernels;
+}  // namespace JAXPAGE_ISA
+
 }  // namespace jaxpage

@@ -26,4 +26,8 @@ struct BidirectionalKernels {
                  int64_t head);
 };
 
+namespace JAXPAGE_ISA {
+extern const BidirectionalKernels kBidirectional;
+}  // namespace JAXPAGE_ISA
+
 }  // namespace jaxpage

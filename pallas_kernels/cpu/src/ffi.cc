@@ -19,13 +19,6 @@
 
 namespace jaxpage {
 
-namespace JAXPAGE_ISA {
-extern const BidirectionalKernels kBidirectional;
-extern const Kernels kKernels;
-extern const PackedKernels kPacked;
-extern const RowKernels kRows;
-}  // namespace JAXPAGE_ISA
-
 namespace {
 
 namespace ffi = xla::ffi;

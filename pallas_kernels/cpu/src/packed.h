@@ -77,4 +77,8 @@ struct PackedKernels {
   void (*multiply)(const Packed&, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel);
 };
 
+namespace JAXPAGE_ISA {
+extern const PackedKernels kPacked;
+}  // namespace JAXPAGE_ISA
+
 }  // namespace jaxpage

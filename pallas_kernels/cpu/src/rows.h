@@ -45,4 +45,8 @@ struct RowKernels {
   void (*rotate)(const Rows&, int64_t row);
 };
 
+namespace JAXPAGE_ISA {
+extern const RowKernels kRows;
+}  // namespace JAXPAGE_ISA
+
 }  // namespace jaxpage
